@@ -1,0 +1,220 @@
+"""The operations the decoder is written against. A backend owns its array type: the decoder passes arrays through
+and never looks inside. Shapes: T tokens of this step (all sequences together), D hidden, V vocabulary, R rows whose
+logits are wanted, E experts, K experts per token, F expert width.
+
+Contract of every operation: a token's result does not depend on what else is in the call (batch invariance).
+Arrays returned live until ``release(mark)`` with an earlier mark, or until the next ``begin``; ops never alias their
+inputs unless they say so.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Generic, TypeVar
+
+import numpy as np
+from numpy.typing import NDArray
+
+from tidegate.model_config import AttentionConfig, MoeConfig, RopeConfig
+from tidegate.quant.formats import Format
+from tidegate.quant.layout import ExpertLayout
+
+A = TypeVar("A")
+ByteArray = NDArray[np.uint8]
+F32Array = NDArray[np.float32]
+I32Array = NDArray[np.int32]
+
+
+@dataclass(frozen=True)
+class StepBatch:
+    """What one forward pass computes. Tokens of a sequence are consecutive and in order of position.
+
+    token_ids_T, positions_T, sequence_T (row of block_tables) int32; block_tables int32 [sequences, max pages]:
+    KV page number of each run of ``page_tokens`` positions; logit_rows_R int32: the rows of T whose logits are wanted.
+    """
+
+    token_ids_T: I32Array
+    positions_T: I32Array
+    sequence_T: I32Array
+    block_tables: I32Array
+    logit_rows_R: I32Array
+
+
+@dataclass(frozen=True)
+class KvLayout:
+    """Bytes of one KV page: ``page_tokens`` positions of every layer of one sequence.
+
+    Page = [layers][K area | V area]; K area = [kv_heads][page_tokens][k_dim], V area = [kv_heads][page_tokens][v_dim].
+    MLA: kv_heads 1, k_dim = kv_lora_rank + rope dims, v_dim 0 (values are the first kv_lora_rank numbers of the keys).
+    """
+
+    num_layers: int
+    kv_heads: int
+    k_dim: int
+    v_dim: int
+    dtype: str = "f16"  # or "f32"
+    page_tokens: int = 16
+
+    @property
+    def token_bytes(self) -> int:
+        return self.num_layers * self.kv_heads * (self.k_dim + self.v_dim) * (2 if self.dtype == "f16" else 4)
+
+    @property
+    def page_bytes(self) -> int:
+        return self.page_tokens * self.token_bytes
+
+    @staticmethod
+    def of(attention: AttentionConfig, rope: RopeConfig, num_layers: int, dtype: str = "f16") -> KvLayout:
+        if attention.is_mla:
+            return KvLayout(num_layers, 1, attention.kv_lora_rank + rope.dims, 0, dtype)
+        return KvLayout(num_layers, attention.num_kv_heads, attention.head_dim, attention.v_head_dim, dtype)
+
+
+@dataclass(frozen=True)
+class Linear:
+    """A packed weight [n, k] in the arena (uint8, 64-byte aligned) with an optional float32 bias [n].
+
+    Backends may attach what they need by ``Backend.prepare``; identity of the object is the key.
+    """
+
+    name: str
+    packed: ByteArray
+    fmt: Format
+    n: int
+    k: int
+    bias: F32Array | None = None
+
+
+@dataclass(frozen=True)
+class Norm:
+    """RMSNorm (bias None) or LayerNorm weights, float32 [D]."""
+
+    weight: F32Array
+    bias: F32Array | None
+    eps: float
+    kind: str = "rms"
+
+
+@dataclass(frozen=True)
+class AttentionWeights:
+    """What ``attend`` needs besides its inputs. ``index`` is the layer (its place in a KV page)."""
+
+    index: int
+    config: AttentionConfig
+    rope: RopeConfig
+    window: int
+    q_norm: Norm | None = None
+    k_norm: Norm | None = None
+    sinks_H: F32Array | None = None
+    kv_norm: Norm | None = None  # MLA: norm of the latent
+    k_up: Linear | None = None  # MLA: [H * kv_lora_rank, qk_nope_dim], head h maps a query into the latent
+    v_up: Linear | None = None  # MLA: [H * v_head_dim, kv_lora_rank]
+
+
+@dataclass(frozen=True)
+class Router:
+    """Router matrix float32 [E, D] (never quantized), its optional biases [E], and the contract."""
+
+    weight_ED: F32Array
+    bias_E: F32Array | None
+    correction_E: F32Array | None
+    config: MoeConfig
+
+
+@dataclass(frozen=True)
+class Routing(Generic[A]):
+    """``topk_expert_ids_TK`` int32 (descending weight, as chosen by the router) and ``topk_weights_TK`` float32, plain numpy."""
+
+    topk_expert_ids_TK: I32Array
+    topk_weights_TK: F32Array
+
+
+@dataclass(frozen=True)
+class Placement:
+    """Some of a layer's experts, pinned: expert ids and the slot each is in, hits first, then misses in file order.
+
+    A slot of a miss may still be loading; a backend waits for it (``ExpertSlots.wait``) just before it computes.
+    """
+
+    experts: list[int]
+    slots: list[int]
+
+
+class ExpertSlots(ABC):
+    """The slots of the arena as a backend sees them."""
+
+    @abstractmethod
+    def wait(self, slot: int) -> ByteArray:
+        """Block until the slot is ready; its bytes (a view). Raises ReadFailed if the load failed."""
+
+
+class Backend(ABC, Generic[A]):
+    """See the module docstring for the contract. Weights are passed as the dataclasses above."""
+
+    @abstractmethod
+    def bind_kv(self, layout: KvLayout, pages: ByteArray) -> None:
+        """Give the backend its KV pages: uint8 [num_pages * layout.page_bytes], 64-byte aligned."""
+
+    @abstractmethod
+    def begin(self, batch: StepBatch) -> None:
+        """Start a step: remembers positions and page tables, frees every array of the step before."""
+
+    @abstractmethod
+    def mark(self) -> int:
+        """Current workspace level, for ``release``."""
+
+    @abstractmethod
+    def release(self, mark: int) -> None:
+        """Free every array made since ``mark``."""
+
+    @abstractmethod
+    def embed(self, table: Linear, multiplier: float) -> A:
+        """[T, D]: rows of the packed table for the step's token ids, dequantized, times ``multiplier``."""
+
+    @abstractmethod
+    def norm(self, x: A, norm: Norm) -> A:
+        """[T, n] -> [T, n]."""
+
+    @abstractmethod
+    def linear(self, x: A, weight: Linear) -> A:
+        """[T, k] -> [T, n]; adds the bias if there is one."""
+
+    @abstractmethod
+    def attend(self, qkv: A, weights: AttentionWeights) -> A:
+        """GQA. qkv [T, (H + KV) * head_dim + KV * v_head_dim] -> [T, H * v_head_dim]: clips, norms q and k, rotates, writes
+        K and V into the step's pages, attends causally (window, sinks) over everything cached."""
+
+    @abstractmethod
+    def attend_latent(self, q: A, kv: A, weights: AttentionWeights) -> A:
+        """MLA. q [T, H * (nope + rope)], kv [T, kv_lora_rank + rope] -> [T, H * v_head_dim]: norms the latent, rotates, writes
+        it, absorbs k_up into the query, attends in the latent space, applies v_up."""
+
+    @abstractmethod
+    def route(self, x: A, router: Router) -> Routing[A]:
+        """[T, D] -> the chosen experts. Ties are broken towards the lower expert id."""
+
+    @abstractmethod
+    def moe(self, x: A, routing: Routing[A], layout: ExpertLayout, placements: Iterable[Placement], slots: ExpertSlots,
+            activation: tuple[str, float, float]) -> A:
+        """[T, D] -> [T, D]: sum over k = 0..K-1, in that order, of weight * expert(x). ``placements`` is lazy: each is
+        acquired when the iterator advances and may be evicted after the next advance; together they hold every needed
+        expert once. ``activation`` = (name, alpha, limit) of ModelConfig."""
+
+    @abstractmethod
+    def gated_mlp(self, x: A, gate_up: Linear, down: Linear, activation: tuple[str, float, float]) -> A:
+        """[T, D] -> [T, D]: down(act(gate) * up) with gate = rows :n/2 of gate_up, up = the rest."""
+
+    @abstractmethod
+    def add(self, x: A, y: A, scale: float = 1.0) -> A:
+        """x += scale * y, in place; returns x."""
+
+    @abstractmethod
+    def add_gated(self, x: A, y: A, gate_input: A, gate: Linear) -> A:
+        """x += sigmoid(gate(gate_input)) * y per token (Qwen2-MoE's shared expert), in place; returns x."""
+
+    @abstractmethod
+    def logits(self, x: A, norm: Norm, head: Linear, divisor: float) -> F32Array:
+        """[T, D] -> float32 [R, V] of the step's logit rows: norm, head, divide. A plain numpy array owned by the caller
+        until the next step."""

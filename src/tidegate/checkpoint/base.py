@@ -1,0 +1,66 @@
+"""What a source checkpoint offers: a config in Hugging Face terms and named tensors that can be read in slices."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+F32Array = NDArray[np.float32]
+ByteArray = NDArray[np.uint8]
+
+
+@dataclass(frozen=True)
+class TensorInfo:
+    """Where one tensor lives. ``shape`` is row-major, outermost axis first (GGUF's order is reversed on reading).
+
+    ``dtype``: safetensors names (F32, F16, BF16, F8_E4M3, U8, I32, ...) or GGUF names (Q4_0, Q6_K, MXFP4, ...).
+    ``offset`` is absolute in ``path``; ``nbytes`` is the exact size on disk.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: str
+    path: Path
+    offset: int
+    nbytes: int
+
+
+class Checkpoint(ABC):
+    """A source of weights: a Hugging Face folder or a GGUF file (with its split parts).
+
+    ``kind`` is "hf" or "gguf". ``config`` has the keys of Hugging Face's config.json (GGUF metadata is translated),
+    plus for GGUF ``"tidegate_gguf_architecture"``. Tensors keep their own names; models/families.py maps them.
+    """
+
+    kind: str
+    path: Path
+    config: dict[str, Any]
+    tensors: Mapping[str, TensorInfo]
+
+    @abstractmethod
+    def read_raw(self, name: str, start: int = 0, stop: int | None = None) -> ByteArray:
+        """Bytes of rows ``start:stop`` along axis 0 (a copy, flat uint8). Raises BadTensor for an unknown name and
+        ReadFailed (path, offset, wanted, got) for a short read or an I/O error."""
+
+    @abstractmethod
+    def read_f32(self, name: str, start: int = 0, stop: int | None = None) -> F32Array:
+        """Rows ``start:stop`` along axis 0, dequantized to float32, shape [stop - start, ...]. For safetensors this
+        includes FP8 with ``<name>_scale_inv`` blocks of 128 x 128. Errors as in read_raw."""
+
+    @abstractmethod
+    def tokenizer_json(self) -> str | None:
+        """A `tokenizers` JSON document, taken from the folder or built from GGUF metadata; None if there is none."""
+
+    @abstractmethod
+    def chat_template(self) -> str | None:
+        """The jinja2 chat template, or None."""
+
+    @abstractmethod
+    def special_tokens(self) -> dict[str, Any]:
+        """``bos_token``, ``eos_token`` (strings or None), ``eos_token_ids`` (list of int), ``add_bos`` (bool)."""

@@ -1,0 +1,79 @@
+"""Interfaces of the expert cache: plain integers only, the same objects in the engine and in the simulator."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, order=True)
+class ExpertKey:
+    """One routed feed-forward block: ``layer`` counts MoE layers from 0 (not decoder layers), ``expert`` within it."""
+
+    layer: int
+    expert: int
+
+
+class Loader(ABC):
+    """Brings experts into slots. The engine's reads bytes in native threads; the simulator's charges a clock.
+
+    State of a slot: empty -> loading -> ready -> pinned -> ready ... -> empty. The cache never asks for a load into a
+    slot that is pinned or loading.
+    """
+
+    @abstractmethod
+    def load(self, key: ExpertKey, slot: int, *, demand: bool) -> None:
+        """Queue a load; returns at once. Demand loads go before speculative ones."""
+
+    @abstractmethod
+    def cancel(self, slot: int) -> bool:
+        """Stop a load (between chunks); True if the slot is empty afterwards, False if it became ready first."""
+
+    @abstractmethod
+    def promote(self, slot: int) -> None:
+        """Turn a queued speculative load into a demand load (the router asked for it)."""
+
+    @abstractmethod
+    def is_ready(self, slot: int) -> bool:
+        """True once the bytes are there."""
+
+
+class Policy(ABC):
+    """Names the victim of one layer. Sees every access; decides nothing about pins or prefetch.
+
+    An access is one token batch's whole set of experts of a layer (atomic: never replayed one by one).
+    """
+
+    @abstractmethod
+    def on_access(self, experts: Sequence[int]) -> None:
+        """The layer's experts used by this step, hits and misses alike, in one event. Advances the layer's clock."""
+
+    @abstractmethod
+    def on_insert(self, expert: int) -> None:
+        """The expert now has a slot."""
+
+    @abstractmethod
+    def on_evict(self, expert: int) -> None:
+        """The expert lost its slot."""
+
+    @abstractmethod
+    def victim(self, candidates: Sequence[int]) -> int:
+        """The resident expert, among ``candidates`` (resident, not pinned, not empty), to evict. Deterministic."""
+
+    @abstractmethod
+    def value(self, expert: int) -> float:
+        """Expected use, comparable within the layer: a higher one stays. Prefetch never evicts a higher value."""
+
+
+@dataclass
+class CacheCounters:
+    """Demand hits, prefetch hits and misses are three counters; bytes are derived by whoever knows the blob size."""
+
+    demand_hits: int = 0
+    prefetch_hits: int = 0
+    misses: int = 0
+    evictions: int = 0
+    prefetch_issued: int = 0
+    prefetch_wasted: int = 0
+    prefetch_dropped: int = 0

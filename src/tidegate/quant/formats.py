@@ -1,0 +1,92 @@
+"""Packed weight formats: what a weight matrix looks like in memory and on disk, to the byte.
+
+A matrix ``w_NK`` (N outputs, K inputs) is cut into panels of 16 output rows. Inside a panel everything is
+interleaved so that one 64-byte vector holds the same inputs of all 16 rows; kernels broadcast an activation and
+never sum across lanes. N is padded to 16 and K to ``k_multiple``; padding holds zeros (codes equal to the offset).
+
+``f32``     panel = [K][16] float32
+``bf16``    panel = [K/2][16][2] bfloat16, inputs 2j and 2j+1 of a row are neighbours
+integers    panel = [K/G] groups, each group = 16 float16 scales, then 16 float16 minima if ``has_min``, then codes:
+  ``int8``  [G/4][16][4] bytes, code = round(w/scale) + 128           w = scale * (code - 128) (+ min)
+  ``int4``  [G/8][16][4] bytes; byte b of row r in step j holds input 8j+b in the low nibble and 8j+4+b in the
+            high nibble; code = round(w/scale) + 8                    w = scale * (code - 8) (+ min)
+            (with ``has_min`` the offset is still 8)
+  ``mxfp4`` like int4, but the nibble indexes MXFP4_VALUES (twice the OCP FP4 E2M1 values)   w = scale * MXFP4_VALUES[code]
+
+``group`` G is 16, 32, 64 or 128 for int8 and int4, 32 for mxfp4. Activations meet integer weights as int8 with one
+float32 scale per token and group of G inputs: scale = max|x|/127, code = round-half-even(x / scale), and
+    y[row] = sum over groups, in order, of fma(int_dot, w_scale*x_scale, acc); then, with has_min, fma(min*x_scale, x_code_sum, acc)
+which every kernel reproduces bit for bit (integer sums are exact; one fixed order of float operations).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Literal
+
+from tidegate.errors import UsageError
+from tidegate.units import align_up
+
+Kind = Literal["f32", "bf16", "int8", "int4", "mxfp4"]
+KINDS: tuple[Kind, ...] = ("f32", "bf16", "int8", "int4", "mxfp4")
+GROUPS = (16, 32, 64, 128)
+PANEL_ROWS = 16
+MXFP4_VALUES = (0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12)
+_CODE_BITS = {"f32": 32, "bf16": 16, "int8": 8, "int4": 4, "mxfp4": 4}
+
+
+@dataclass(frozen=True)
+class Format:
+    """One packed format. ``group`` is 0 and ``has_min`` False for f32 and bf16."""
+
+    kind: Kind
+    group: int = 0
+    has_min: bool = False
+
+    def __post_init__(self) -> None:
+        if self.kind in ("f32", "bf16"):
+            good = self.group == 0 and not self.has_min
+        elif self.kind == "mxfp4":
+            good = self.group == 32 and not self.has_min
+        else:
+            good = self.kind in KINDS and self.group in GROUPS
+        if not good:
+            raise UsageError(f"no such weight format: {self.kind} with group {self.group}, min {self.has_min}")
+
+    @staticmethod
+    def parse(text: str) -> Format:
+        """Inverse of ``str``: ``f32``, ``bf16``, ``int8-g32``, ``int4-g64-min``, ``mxfp4-g32``."""
+        kind, *rest = text.split("-")
+        group = next((int(part[1:]) for part in rest if part[:1] == "g" and part[1:].isdigit()), 0)
+        fmt = Format(kind, group, "min" in rest)  # type: ignore[arg-type]  # checked in __post_init__
+        if str(fmt) != text:
+            raise UsageError(f"no such weight format: {text!r}")
+        return fmt
+
+    def __str__(self) -> str:
+        return self.kind + (f"-g{self.group}" if self.group else "") + ("-min" if self.has_min else "")
+
+    @property
+    def is_integer(self) -> bool:
+        """Whether activations are quantized to int8 for this format."""
+        return self.group > 0
+
+    @cached_property
+    def k_multiple(self) -> int:
+        """K is padded to a multiple of this."""
+        return self.group or (2 if self.kind == "bf16" else 1)
+
+    def padded(self, n: int, k: int) -> tuple[int, int]:
+        """N and K as stored."""
+        return align_up(n, PANEL_ROWS), align_up(k, self.k_multiple)
+
+    def packed_bytes(self, n: int, k: int) -> int:
+        """Exact size of a packed [n, k] matrix, scales, minima and padding included."""
+        rows, inputs = self.padded(n, k)
+        scale_bytes = rows * (inputs // self.group) * (4 if self.has_min else 2) if self.group else 0
+        return rows * inputs * _CODE_BITS[self.kind] // 8 + scale_bytes
+
+    def bits_per_weight(self, n: int, k: int) -> float:
+        """Real bits a weight, scales and padding included."""
+        return 8 * self.packed_bytes(n, k) / (n * k)
