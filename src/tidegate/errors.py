@@ -64,9 +64,7 @@ class ReadFailed(CheckpointError):
     def __init__(self, path: Path | str, offset: int, wanted_bytes: int, got_bytes: int, reason: str = "") -> None:
         self.path, self.offset, self.wanted_bytes, self.got_bytes = Path(path), offset, wanted_bytes, got_bytes
         why = f" ({reason})" if reason else ""
-        super().__init__(
-            f"{path}: read at offset {offset:,}: wanted {wanted_bytes:,} bytes, got {got_bytes:,}{why}"
-        )
+        super().__init__(f"{path}: read at offset {offset:,}: wanted {wanted_bytes:,} bytes, got {got_bytes:,}{why}")
 
 
 class DiskFull(TidegateError):

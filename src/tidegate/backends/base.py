@@ -196,8 +196,15 @@ class Backend(ABC, Generic[A]):
         """[T, D] -> the chosen experts. Ties are broken towards the lower expert id."""
 
     @abstractmethod
-    def moe(self, x: A, routing: Routing[A], layout: ExpertLayout, placements: Iterable[Placement], slots: ExpertSlots,
-            activation: tuple[str, float, float]) -> A:
+    def moe(
+        self,
+        x: A,
+        routing: Routing[A],
+        layout: ExpertLayout,
+        placements: Iterable[Placement],
+        slots: ExpertSlots,
+        activation: tuple[str, float, float],
+    ) -> A:
         """[T, D] -> [T, D]: sum over k = 0..K-1, in that order, of weight * expert(x). ``placements`` is lazy: each is
         acquired when the iterator advances and may be evicted after the next advance; together they hold every needed
         expert once. ``activation`` = (name, alpha, limit) of ModelConfig."""

@@ -15,7 +15,7 @@ integers    panel = [K/G] groups, each group = 16 float16 scales, then 16 float1
 
 ``group`` G is 16, 32, 64 or 128 for int8 and int4, 32 for mxfp4. Activations meet integer weights as int8 with one
 float32 scale per token and group of G inputs: scale = max|x|/127, code = round-half-even(x / scale), and
-    y[row] = sum over groups, in order, of fma(int_dot, w_scale*x_scale, acc); then, with has_min, fma(min*x_scale, x_code_sum, acc)
+    per group, in order: acc = fma(int_dot, w_scale * x_scale, acc); with has_min then acc = fma(w_min * x_scale, x_code_sum, acc)
 which every kernel reproduces bit for bit (integer sums are exact; one fixed order of float operations).
 """
 
