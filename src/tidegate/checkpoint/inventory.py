@@ -29,7 +29,6 @@ from dataclasses import dataclass
 
 from tidegate.model_config import ModelConfig
 
-
 AddMatrix = Callable[[str, int, int], None]
 AddPlain = Callable[..., None]
 
