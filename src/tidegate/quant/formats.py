@@ -7,15 +7,17 @@ never sum across lanes. N is padded to 16 and K to ``k_multiple``; padding holds
 ``f32``     panel = [K][16] float32
 ``bf16``    panel = [K/2][16][2] bfloat16, inputs 2j and 2j+1 of a row are neighbours
 integers    panel = [K/G] groups, each group = 16 float16 scales, then 16 float16 minima if ``has_min``, then codes:
-  ``int8``  [G/4][16][4] bytes, code = round(w/scale) + 128           w = scale * (code - 128) (+ min)
+  ``int8``  [G/4][16][4] bytes, code = round(w/scale) + 128           w = scale * (code - 128)
   ``int4``  [G/8][16][4] bytes; byte b of row r in step j holds input 8j+b in the low nibble and 8j+4+b in the
-            high nibble; code = round(w/scale) + 8                    w = scale * (code - 8) (+ min)
-            (with ``has_min`` the offset is still 8)
+            high nibble; code = round(w/scale) + 8                    w = scale * (code - 8)
   ``mxfp4`` like int4, but the nibble indexes MXFP4_VALUES (twice the OCP FP4 E2M1 values)   w = scale * MXFP4_VALUES[code]
+  with ``has_min`` the offset is 0: code = round((w - min)/scale), w = scale * code + min, so that GGUF's scale-and-minimum
+  blocks (Q4_1, Q5_1, Q2_K, Q4_K, Q5_K) keep both numbers as they are (``code_offset``)
 
 ``group`` G is 16, 32, 64 or 128 for int8 and int4, 32 for mxfp4. Activations meet integer weights as int8 with one
 float32 scale per token and group of G inputs: scale = max|x|/127, code = round-half-even(x / scale), and
     per group, in order: acc = fma(int_dot, w_scale * x_scale, acc); with has_min then acc = fma(w_min * x_scale, x_code_sum, acc)
+where int_dot = sum((code - code_offset) * x_code) and x_code_sum = sum(x_code),
 which every kernel reproduces bit for bit (integer sums are exact; one fixed order of float operations).
 """
 
@@ -71,6 +73,11 @@ class Format:
     def is_integer(self) -> bool:
         """Whether activations are quantized to int8 for this format."""
         return self.group > 0
+
+    @property
+    def code_offset(self) -> int:
+        """What is subtracted from a code before scaling: 128 (int8), 8 (int4), 0 for mxfp4 and with minima."""
+        return 0 if self.has_min else {"int8": 128, "int4": 8}.get(self.kind, 0)
 
     @cached_property
     def k_multiple(self) -> int:
