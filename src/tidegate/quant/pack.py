@@ -1,0 +1,205 @@
+"""Quantizing and packing in plain numpy: these functions define, bit for bit, the layouts of quant/formats.py.
+
+The native packer of the C++ core makes the same bytes faster; tests compare the two.
+
+Every step below is one IEEE float32 operation (no fused multiply-add), rounded to nearest even; ``f16`` rounds a float32
+to float16 after clamping it to +-65504. Per row and group of G inputs (padding inputs take no part):
+
+``int8``          scale = f16(max|w| / 127);            code = clamp(rint(w * (1/scale)), -128, 127) + 128
+``int4``          scale = f16(w_largest / -8), w_largest the first value of largest magnitude, sign kept (as GGUF's Q4_0);
+                  code = clamp(rint(w * (1/scale)), -8, 7) + 8
+``int8``/``int4`` with minima, L = 255 or 15 and the offset o = 128 or 8:
+                  scale = f16((max - min) / L); min = f16(min + o * scale); code = clamp(rint((w - min) * (1/scale)), -o, L-o) + o
+``mxfp4``         OCP MX: scale = 2^(floor(log2(max|w|)) - 3), its exponent clamped to [-24, 15]; nibble = nearest value,
+                  ties to the even nibble, saturating, never -0
+``bf16``          round to nearest even; NaN becomes the quiet NaN of its sign
+
+1/scale is the float32 reciprocal of the rounded scale; where the scale is 0 every code is the offset (mxfp4: nibble 0).
+
+N outputs, K inputs, G groups of a row, P panels of 16 rows.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.typing import NDArray
+
+from tidegate.quant.formats import MXFP4_VALUES, PANEL_ROWS, Format
+
+F32Array = NDArray[np.float32]
+F16Array = NDArray[np.float16]
+ByteArray = NDArray[np.uint8]
+
+_F16_MAX = np.float32(65504)
+_E2M1_BOUNDS = ((0.5, False), (1.5, True), (2.5, False), (3.5, True), (5.0, False), (7.0, True), (10.0, False))
+
+
+def code_offset(fmt: Format) -> int:
+    """The stored code of weight 0 (of an integer format without minima)."""
+    return {"int8": 128, "int4": 8, "mxfp4": 0}[fmt.kind]
+
+
+def quantize(w_NK: F32Array, fmt: Format) -> tuple[ByteArray, F16Array, F16Array | None]:
+    """Codes uint8 [N, K], scales float16 [N, ceil(K/G)] and, with ``has_min``, minima of the same shape.
+
+    ``w_NK`` must be finite. Only for formats with groups; f32 and bf16 have no codes.
+    """
+    n, k = w_NK.shape
+    groups = -(-k // fmt.group)
+    w_NGg = np.pad(w_NK.astype(np.float32, copy=False), ((0, 0), (0, groups * fmt.group - k)), mode="edge")
+    w_NGg = w_NGg.reshape(n, groups, fmt.group)
+    if fmt.kind == "mxfp4":
+        codes, scales_NG = _quantize_mxfp4(w_NGg)
+        mins_NG = None
+    elif fmt.has_min:
+        codes, scales_NG, mins_NG = _quantize_affine(w_NGg, code_offset(fmt))
+    else:
+        codes, scales_NG = _quantize_symmetric(w_NGg, code_offset(fmt))
+        mins_NG = None
+    return np.ascontiguousarray(codes.reshape(n, -1)[:, :k]), scales_NG, mins_NG
+
+
+def dequantize(codes_NK: ByteArray, scales_NG: F16Array, mins_NG: F16Array | None, fmt: Format) -> F32Array:
+    """The float32 weights that the codes stand for, exactly as the kernels see them."""
+    n, k = codes_NK.shape
+    if fmt.kind == "mxfp4":
+        values = np.array(MXFP4_VALUES, np.float32)[codes_NK]
+    else:
+        values = codes_NK.astype(np.float32) - np.float32(code_offset(fmt))
+    w_NK: F32Array = values * np.repeat(scales_NG.astype(np.float32), fmt.group, axis=1)[:, :k]
+    if mins_NG is not None:
+        w_NK += np.repeat(mins_NG.astype(np.float32), fmt.group, axis=1)[:, :k]
+    return w_NK.reshape(n, k)
+
+
+def pack_codes(codes_NK: ByteArray, scales_NG: F16Array, mins_NG: F16Array | None, fmt: Format) -> ByteArray:
+    """Flat packed bytes, ``fmt.packed_bytes(N, K)`` of them. Codes as ``quantize`` makes them (4 bits: below 16)."""
+    n, k = codes_NK.shape
+    rows, inputs = fmt.padded(n, k)
+    group, groups, panels = fmt.group, inputs // fmt.group, rows // PANEL_ROWS
+    padded = np.full((rows, inputs), code_offset(fmt), np.uint8)
+    padded[:n, :k] = codes_NK
+    if fmt.kind == "int8":
+        body = padded.reshape(panels, PANEL_ROWS, groups, group // 4, 4).transpose(0, 2, 3, 1, 4)
+    else:
+        halves = padded.reshape(panels, PANEL_ROWS, groups, group // 8, 2, 4).transpose(4, 0, 2, 3, 1, 5)
+        body = halves[0] | (halves[1] << 4)
+    headers = [_group_header(part, panels, groups) for part in (scales_NG, mins_NG) if part is not None]
+    parts = [*headers, body.reshape(panels, groups, -1)]
+    return np.concatenate(parts, axis=2).reshape(-1)
+
+
+def unpack_codes(packed: ByteArray, fmt: Format, n: int, k: int) -> tuple[ByteArray, F16Array, F16Array | None]:
+    """Inverse of ``pack_codes`` for a matrix [n, k]; padding is dropped."""
+    rows, inputs = fmt.padded(n, k)
+    group, groups, panels = fmt.group, inputs // fmt.group, rows // PANEL_ROWS
+    blocks = packed.reshape(panels, groups, -1)
+    header_bytes = 2 * PANEL_ROWS
+    scales = _from_group_header(blocks[:, :, :header_bytes])
+    mins = None
+    if fmt.has_min:
+        mins = _from_group_header(blocks[:, :, header_bytes : 2 * header_bytes])[:n]
+        header_bytes *= 2
+    body = blocks[:, :, header_bytes:]
+    if fmt.kind == "int8":
+        codes = body.reshape(panels, groups, group // 4, PANEL_ROWS, 4).transpose(0, 3, 1, 2, 4)
+    else:
+        steps = body.reshape(panels, groups, group // 8, PANEL_ROWS, 4).transpose(0, 3, 1, 2, 4)
+        codes = np.stack([steps & 15, steps >> 4], axis=4)
+    return np.ascontiguousarray(codes.reshape(rows, inputs)[:n, :k]), scales[:n], mins
+
+
+def pack(w_NK: F32Array, fmt: Format) -> ByteArray:
+    """Quantize where the format says so, and pack: flat uint8, ``fmt.packed_bytes(N, K)`` long."""
+    if fmt.is_integer:
+        return pack_codes(*quantize(w_NK, fmt), fmt)
+    n, k = w_NK.shape
+    rows, inputs = fmt.padded(n, k)
+    padded = np.zeros((rows, inputs), np.float32)
+    padded[:n, :k] = w_NK
+    panels = padded.reshape(rows // PANEL_ROWS, PANEL_ROWS, inputs)
+    if fmt.kind == "f32":
+        return np.ascontiguousarray(panels.transpose(0, 2, 1)).reshape(-1).view(np.uint8)
+    pairs = to_bf16(panels).reshape(-1, PANEL_ROWS, inputs // 2, 2).transpose(0, 2, 1, 3)
+    return np.ascontiguousarray(pairs).reshape(-1).view(np.uint8)
+
+
+def unpack(packed: ByteArray, fmt: Format, n: int, k: int) -> F32Array:
+    """The float32 matrix [n, k] that packed bytes stand for."""
+    if fmt.is_integer:
+        return dequantize(*unpack_codes(packed, fmt, n, k), fmt)
+    rows, inputs = fmt.padded(n, k)
+    panels = rows // PANEL_ROWS
+    if fmt.kind == "f32":
+        w = packed.view(np.float32).reshape(panels, inputs, PANEL_ROWS).transpose(0, 2, 1)
+    else:
+        pairs = packed.view(np.uint16).reshape(panels, inputs // 2, PANEL_ROWS, 2).transpose(0, 2, 1, 3)
+        w = from_bf16(pairs)
+    return np.ascontiguousarray(w.reshape(rows, inputs)[:n, :k])
+
+
+def to_bf16(x: F32Array) -> NDArray[np.uint16]:
+    """The bits of bfloat16(x), rounded to nearest even."""
+    bits = np.ascontiguousarray(x, np.float32).view(np.uint32)
+    rounded = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16
+    quiet_nan = (bits >> 16) | 0x7FC0
+    is_nan = (bits & 0x7FFFFFFF) > 0x7F800000
+    return np.where(is_nan, quiet_nan, rounded).astype(np.uint16)
+
+
+def from_bf16(bits: NDArray[np.uint16]) -> F32Array:
+    """Exact float32 values of bfloat16 bits."""
+    return (bits.astype(np.uint32) << 16).view(np.float32)
+
+
+def _to_f16(x: F32Array) -> F16Array:
+    return np.clip(x, -_F16_MAX, _F16_MAX).astype(np.float16)
+
+
+def _reciprocal(scales: F16Array) -> F32Array:
+    wide = scales.astype(np.float32)
+    return np.divide(np.float32(1), wide, out=np.zeros_like(wide), where=wide != 0)
+
+
+def _quantize_symmetric(w_NGg: F32Array, offset: int) -> tuple[ByteArray, F16Array]:
+    if offset == 128:
+        scales = _to_f16(np.abs(w_NGg).max(axis=2) / np.float32(127))
+    else:
+        largest = np.abs(w_NGg).argmax(axis=2)
+        scales = _to_f16(np.take_along_axis(w_NGg, largest[:, :, None], axis=2)[:, :, 0] / np.float32(-8))
+    codes = np.rint(w_NGg * _reciprocal(scales)[:, :, None])
+    return (np.clip(codes, -offset, offset - 1) + offset).astype(np.uint8), scales
+
+
+def _quantize_affine(w_NGg: F32Array, offset: int) -> tuple[ByteArray, F16Array, F16Array]:
+    levels = 2 * offset - 1
+    low, high = w_NGg.min(axis=2), w_NGg.max(axis=2)
+    scales = _to_f16((high - low) / np.float32(levels))
+    mins = _to_f16(low + np.float32(offset) * scales.astype(np.float32))
+    centred = (w_NGg - mins.astype(np.float32)[:, :, None]) * _reciprocal(scales)[:, :, None]
+    codes = np.clip(np.rint(centred), -offset, levels - offset) + offset
+    return codes.astype(np.uint8), scales, mins
+
+
+def _quantize_mxfp4(w_NGg: F32Array) -> tuple[ByteArray, F16Array]:
+    largest = np.abs(w_NGg).max(axis=2)
+    exponent = np.clip(np.frexp(largest)[1] - 4, -24, 15)
+    scales = np.where(largest > 0, np.ldexp(np.float32(1), exponent), np.float32(0)).astype(np.float16)
+    x = np.abs(w_NGg) * _reciprocal(scales)[:, :, None]
+    codes = np.zeros(x.shape, np.uint8)
+    for bound, up in _E2M1_BOUNDS:
+        codes += (x >= bound) if up else (x > bound)
+    return np.where((w_NGg < 0) & (codes > 0), codes | 8, codes).astype(np.uint8), scales
+
+
+def _group_header(values_NG: F16Array, panels: int, groups: int) -> ByteArray:
+    padded = np.zeros((panels * PANEL_ROWS, groups), np.float16)
+    padded[: len(values_NG)] = values_NG
+    by_group = padded.reshape(panels, PANEL_ROWS, groups).transpose(0, 2, 1)
+    return np.ascontiguousarray(by_group).view(np.uint8)
+
+
+def _from_group_header(header_PGb: ByteArray) -> F16Array:
+    panels, groups, _ = header_PGb.shape
+    by_group = np.ascontiguousarray(header_PGb).view(np.float16)
+    return np.ascontiguousarray(by_group.transpose(0, 2, 1)).reshape(panels * PANEL_ROWS, groups)
