@@ -98,12 +98,30 @@ class Norm:
 
 
 @dataclass(frozen=True)
+class Rope:
+    """Rotary table of a model (models/rope.py makes it): pair i of the first ``dims`` numbers of a head, at position p,
+    turns by the float32 angle float32(p) * inv_freq[i]; cosine and sine are both multiplied by ``factor``.
+
+    inv_freq float32 [dims / 2]. Pairs are (i, i + dims/2), or (2i, 2i + 1) when ``interleaved``. MLA rotates the last
+    ``dims`` numbers of each query head and of the kv row.
+    """
+
+    inv_freq: F32Array
+    factor: float = 1.0
+    interleaved: bool = False
+
+    @property
+    def dims(self) -> int:
+        return 2 * len(self.inv_freq)
+
+
+@dataclass(frozen=True)
 class AttentionWeights:
     """What ``attend`` needs besides its inputs. ``index`` is the layer (its place in a KV page)."""
 
     index: int
     config: AttentionConfig
-    rope: RopeConfig
+    rope: Rope
     window: int
     q_norm: Norm | None = None
     k_norm: Norm | None = None
