@@ -17,6 +17,7 @@ from typing import Generic, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
+from tidegate.experts.base import Placement
 from tidegate.model_config import AttentionConfig, MoeConfig, RopeConfig
 from tidegate.quant.formats import Format
 from tidegate.quant.layout import ExpertLayout
@@ -147,17 +148,6 @@ class Routing(Generic[A]):
 
     topk_expert_ids_TK: I32Array
     topk_weights_TK: F32Array
-
-
-@dataclass(frozen=True)
-class Placement:
-    """Some of a layer's experts, pinned: expert ids and the slot each is in, hits first, then misses in file order.
-
-    A slot of a miss may still be loading; a backend waits for it (``ExpertSlots.wait``) just before it computes.
-    """
-
-    experts: list[int]
-    slots: list[int]
 
 
 class ExpertSlots(ABC):

@@ -15,6 +15,17 @@ class ExpertKey:
     expert: int
 
 
+@dataclass(frozen=True)
+class Placement:
+    """Some of a layer's experts, pinned, and the slot each is in: hits first, then misses in file order (ascending id).
+
+    A slot of a miss may still be loading; whoever computes waits for it just before use.
+    """
+
+    experts: list[int]
+    slots: list[int]
+
+
 class Loader(ABC):
     """Brings experts into slots. The engine's reads bytes in native threads; the simulator's charges a clock.
 

@@ -1,0 +1,163 @@
+"""ExpertCache: which expert is in which slot. Plain integers; the engine and the simulator run this very class.
+
+Every layer owns a fixed number of slots, so a sweep over the layers cannot turn one pool into a cyclic scan. What a
+step needs of a layer is one atomic event: ``visit`` reports it to the policy once, pins what is there, loads what is
+not, and never evicts an expert that the same visit still needs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from tidegate.experts.base import CacheCounters, ExpertKey, Loader, Placement
+from tidegate.experts.policy import PolicyFactory
+
+
+class _Layer:
+    """Book of one layer: slot of each resident expert, free slots, pins, and which residents nobody used yet."""
+
+    def __init__(self, slots: Sequence[int], num_experts: int, make_policy: PolicyFactory) -> None:
+        self.capacity = len(slots)
+        self.free = list(reversed(slots))
+        self.slot_of: dict[int, int] = {}
+        self.pinned: set[int] = set()
+        self.unused_prefetch: set[int] = set()
+        self.policy = make_policy(num_experts)
+
+
+class ExpertCache:
+    """``capacities[l]`` slots serve MoE layer l; slots are numbered through. ``loader`` brings the bytes (or charges time)."""
+
+    def __init__(self, capacities: Sequence[int], num_experts: int, make_policy: PolicyFactory, loader: Loader) -> None:
+        assert all(1 <= capacity <= num_experts for capacity in capacities), capacities
+        self.counters = CacheCounters()
+        self.num_experts = num_experts
+        self._loader = loader
+        first = 0
+        self._layers: list[_Layer] = []
+        for capacity in capacities:
+            self._layers.append(_Layer(range(first, first + capacity), num_experts, make_policy))
+            first += capacity
+
+    def capacity(self, layer: int) -> int:
+        """Slots of the layer."""
+        return self._layers[layer].capacity
+
+    def resident(self, layer: int) -> frozenset[int]:
+        """Experts that have a slot, loading ones included."""
+        return frozenset(self._layers[layer].slot_of)
+
+    def visit(self, layer: int, needed: Sequence[int]) -> Iterator[Placement]:
+        """All of ``needed`` (distinct ids), once each, in placements that are pinned while the caller holds them.
+
+        A placement is released when the iterator advances or closes. When everything fits there is one placement.
+        Otherwise the residents come first, then the rest in file order in groups of half the layer's slots, each
+        group loading while the one before it computes. An abandoned or failed visit leaves no pin and no expert
+        whose load did not finish.
+        """
+        book = self._layers[layer]
+        book.policy.on_access(needed)
+        hits = [expert for expert in needed if expert in book.slot_of]
+        misses = sorted(expert for expert in needed if expert not in book.slot_of)
+        self._count(book, hits, misses)
+        if len(needed) <= book.capacity:
+            groups = [hits + misses]
+        else:
+            half = max(1, book.capacity // 2)
+            groups = [hits] if hits else []
+            groups += [misses[start : start + half] for start in range(0, len(misses), half)]
+        held: list[list[int]] = []
+        try:
+            for index, group in enumerate(groups):
+                if not held:
+                    self._pin(layer, group)
+                    held.append(group)
+                following = groups[index + 1] if index + 1 < len(groups) else None
+                if following and len(book.pinned) + len(following) <= book.capacity:
+                    self._pin(layer, following)
+                    held.append(following)
+                yield Placement(group, [book.slot_of[expert] for expert in group])
+                book.pinned.difference_update(held.pop(0))
+        finally:
+            for group in held:
+                self._abandon(book, group)
+
+    def prefetch(self, layer: int, expert: int, value: float) -> bool:
+        """Start a speculative load; False (counted as dropped) if it would evict an expert whose policy value is not
+        below ``value`` or everything is pinned. A resident expert needs nothing and is not counted."""
+        book = self._layers[layer]
+        if expert in book.slot_of:
+            return False
+        if not book.free:
+            candidates = [resident for resident in book.slot_of if resident not in book.pinned]
+            victim = book.policy.victim(candidates) if candidates else None
+            if victim is None or book.policy.value(victim) >= value:
+                self.counters.prefetch_dropped += 1
+                return False
+            self._evict(book, victim)
+        self._insert(layer, expert, demand=False)
+        book.unused_prefetch.add(expert)
+        self.counters.prefetch_issued += 1
+        return True
+
+    def check_integrity(self) -> None:
+        """Recount: free + resident == capacity, no slot twice, pins are resident. AssertionError is our bug."""
+        seen: set[int] = set()
+        for book in self._layers:
+            slots = [*book.free, *book.slot_of.values()]
+            assert len(slots) == book.capacity, (len(slots), book.capacity)
+            assert not seen.intersection(slots), "a slot has two owners"
+            seen.update(slots)
+            assert book.pinned <= book.slot_of.keys(), "a pinned expert is not resident"
+            assert book.unused_prefetch <= book.slot_of.keys()
+
+    def _count(self, book: _Layer, hits: Sequence[int], misses: Sequence[int]) -> None:
+        prefetched = [expert for expert in hits if expert in book.unused_prefetch] if book.unused_prefetch else ()
+        for expert in prefetched:
+            book.unused_prefetch.discard(expert)
+            if not self._loader.is_ready(book.slot_of[expert]):
+                self._loader.promote(book.slot_of[expert])
+        self.counters.prefetch_hits += len(prefetched)
+        self.counters.demand_hits += len(hits) - len(prefetched)
+        self.counters.misses += len(misses)
+
+    def _pin(self, layer: int, group: Sequence[int]) -> None:
+        """Pin the group, residents before any eviction, then load what is missing."""
+        book = self._layers[layer]
+        book.pinned.update(expert for expert in group if expert in book.slot_of)
+        for expert in group:
+            if expert not in book.slot_of:
+                if not book.free:
+                    candidates = [resident for resident in book.slot_of if resident not in book.pinned]
+                    self._evict(book, book.policy.victim(candidates))
+                self._insert(layer, expert, demand=True)
+                book.pinned.add(expert)
+
+    def _insert(self, layer: int, expert: int, *, demand: bool) -> None:
+        book = self._layers[layer]
+        slot = book.slot_of[expert] = book.free.pop()
+        book.policy.on_insert(expert)
+        self._loader.load(ExpertKey(layer, expert), slot, demand=demand)
+
+    def _evict(self, book: _Layer, expert: int) -> None:
+        slot = book.slot_of[expert]
+        if not self._loader.is_ready(slot):
+            self._loader.cancel(slot)
+        if expert in book.unused_prefetch:
+            self.counters.prefetch_wasted += 1
+        self.counters.evictions += 1
+        self._drop(book, expert)
+
+    def _drop(self, book: _Layer, expert: int) -> None:
+        book.free.append(book.slot_of.pop(expert))
+        book.unused_prefetch.discard(expert)
+        book.policy.on_evict(expert)
+
+    def _abandon(self, book: _Layer, group: Sequence[int]) -> None:
+        """Unpin; forget experts whose bytes did not arrive."""
+        for expert in group:
+            book.pinned.discard(expert)
+            slot = book.slot_of.get(expert)
+            if slot is not None and not self._loader.is_ready(slot):
+                self._loader.cancel(slot)
+                self._drop(book, expert)

@@ -1,0 +1,112 @@
+"""Replacement policies: small classes around one decision, the victim. One object serves one layer.
+
+Time is counted in accesses of the layer (one a step), so nothing depends on a clock. Ties go to the expert that was
+used least recently, then to the lower id, so that equal histories give equal victims.
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Callable, Sequence
+
+from tidegate.errors import UsageError
+from tidegate.experts.base import Policy
+
+_RESCALE_ABOVE = 2.0**512
+
+
+class ScoredPolicy(Policy):
+    """Evicts the lowest ``value``. Keeps the last use of every expert, resident or not."""
+
+    def __init__(self, num_experts: int) -> None:
+        self._now = 0
+        self._last_use = [-1] * num_experts
+
+    def on_access(self, experts: Sequence[int]) -> None:
+        self._now += 1
+        for expert in experts:
+            self._last_use[expert] = self._now
+            self._count(expert)
+
+    @abstractmethod
+    def _count(self, expert: int) -> None:
+        """One use of the expert, at time ``self._now``."""
+
+    def on_insert(self, expert: int) -> None:
+        pass
+
+    def on_evict(self, expert: int) -> None:
+        pass
+
+    def victim(self, candidates: Sequence[int]) -> int:
+        return min(candidates, key=lambda expert: (self.value(expert), self._last_use[expert], expert))
+
+
+class Lru(ScoredPolicy):
+    """Least recently used."""
+
+    def _count(self, expert: int) -> None:
+        pass
+
+    def value(self, expert: int) -> float:
+        return float(self._last_use[expert])
+
+
+class Lfu(ScoredPolicy):
+    """Least frequently used, counted since the start and kept for evicted experts too."""
+
+    def __init__(self, num_experts: int) -> None:
+        super().__init__(num_experts)
+        self._uses = [0] * num_experts
+
+    def _count(self, expert: int) -> None:
+        self._uses[expert] += 1
+
+    def value(self, expert: int) -> float:
+        return float(self._uses[expert])
+
+
+class Lfru(Lfu):
+    """Frequency over age: uses divided by accesses since the last use."""
+
+    def value(self, expert: int) -> float:
+        return self._uses[expert] / (self._now - self._last_use[expert] + 1)
+
+
+class DecayedLfu(ScoredPolicy):
+    """Uses that fade: each counts 2 ** (-age / half_life). The default policy.
+
+    Instead of fading every count at every access, a new use weighs 2 ** (now / half_life), which orders the
+    experts the same; all counts are scaled back before they overflow.
+    """
+
+    def __init__(self, num_experts: int, half_life: float = 16.0) -> None:
+        super().__init__(num_experts)
+        self._heat = [0.0] * num_experts
+        self._weight = 1.0
+        self._growth = 2.0 ** (1.0 / half_life)
+
+    def on_access(self, experts: Sequence[int]) -> None:
+        self._weight *= self._growth
+        if self._weight > _RESCALE_ABOVE:
+            self._heat = [heat / self._weight for heat in self._heat]
+            self._weight = 1.0
+        super().on_access(experts)
+
+    def _count(self, expert: int) -> None:
+        self._heat[expert] += self._weight
+
+    def value(self, expert: int) -> float:
+        return self._heat[expert] / self._weight
+
+
+PolicyFactory = Callable[[int], Policy]
+POLICIES: dict[str, PolicyFactory] = {"decayed-lfu": DecayedLfu, "lru": Lru, "lfu": Lfu, "lfru": Lfru}
+DEFAULT_POLICY = "decayed-lfu"
+
+
+def policy_factory(name: str) -> PolicyFactory:
+    """The constructor, called with the number of experts of a layer. Raises UsageError listing the names."""
+    if name not in POLICIES:
+        raise UsageError(f"--policy {name!r}: choose one of {', '.join(POLICIES)}")
+    return POLICIES[name]
