@@ -1,0 +1,57 @@
+// The one thread pool of the process. N threads including the caller of parallel_for; work is claimed in small chunks, so
+// a thread that loses its core delays the others by one chunk at most, never by a static share of the work.
+#pragma once
+#include <atomic>
+#include <cstdint>
+#include <mutex>
+#include <thread>
+#include <type_traits>
+#include <vector>
+
+namespace tidegate {
+
+class Pool {
+ public:
+  // threads >= 1. Starts threads - 1 workers.
+  explicit Pool(int threads);
+  ~Pool();
+  Pool(const Pool&) = delete;
+  Pool& operator=(const Pool&) = delete;
+
+  int threads() const { return static_cast<int>(workers_.size()) + 1; }
+
+  // Calls body(begin, end, thread) for ranges of at most `grain` that cover [0, count) once each, and returns when all are
+  // done. `thread` is in [0, threads()). The body must not throw and must not call parallel_for. Callers on several
+  // threads are served one after the other.
+  template <class Body>
+  void parallel_for(std::int64_t count, std::int64_t grain, Body&& body) {
+    using Plain = std::remove_reference_t<Body>;
+    run(count, grain, [](void* self, std::int64_t begin, std::int64_t end, int thread) {
+      (*static_cast<Plain*>(self))(begin, end, thread);
+    }, const_cast<void*>(static_cast<const void*>(&body)));
+  }
+
+ private:
+  using Call = void (*)(void* self, std::int64_t begin, std::int64_t end, int thread);
+
+  void run(std::int64_t count, std::int64_t grain, Call call, void* self);
+  bool work_one(int thread);
+  void worker(int thread);
+
+  // (job number << 32) | chunks not yet claimed. A claim is a compare-and-swap of the whole word, so it succeeds only
+  // while that very job has unclaimed chunks, which is exactly while the fields of `job_` are stable.
+  alignas(64) std::atomic<std::uint64_t> ticket_{0};
+  alignas(64) std::atomic<std::uint32_t> unfinished_{0};  // chunks of the current job that are not done
+  alignas(64) std::atomic<std::uint32_t> wakeups_{0};     // what idle workers sleep on
+  std::atomic<int> sleepers_{0};
+  std::atomic<bool> stop_{false};
+  struct Job {
+    std::atomic<Call> call{nullptr};
+    std::atomic<void*> self{nullptr};
+    std::atomic<std::int64_t> count{0}, grain{1};
+  } job_;
+  std::mutex callers_;
+  std::vector<std::thread> workers_;
+};
+
+}  // namespace tidegate
