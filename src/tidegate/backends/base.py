@@ -191,8 +191,9 @@ class Backend(ABC, Generic[A]):
 
     @abstractmethod
     def attend(self, qkv: A, weights: AttentionWeights) -> A:
-        """GQA. qkv [T, (H + KV) * head_dim + KV * v_head_dim] -> [T, H * v_head_dim]: clips, norms q and k, rotates, writes
-        K and V into the step's pages, attends causally (window, sinks) over everything cached."""
+        """GQA. qkv [T, (H + KV) * head_dim + KV * v_head_dim] -> [T, H * v_head_dim]: norms q and k, clips q, k and v (in
+        that order, as OLMoE does), rotates, writes K and V into the step's pages, attends causally over everything cached.
+        A window of w lets a token see itself and the w - 1 tokens before it; a sink is one more logit of the softmax."""
 
     @abstractmethod
     def attend_latent(self, q: A, kv: A, weights: AttentionWeights) -> A:
