@@ -120,7 +120,7 @@ def test_degenerate_groups():
 def test_padding_is_the_offset_and_scale_zero():
     for fmt in INTEGER_FORMATS:
         codes, scales, mins = tw.unpack_codes(tw.pack(random_matrix(5, 20, 1), fmt), fmt, *fmt.padded(5, 20))
-        assert (codes[5:] == tw.code_offset(fmt)).all() and (codes[:, 20:] == tw.code_offset(fmt)).all()
+        assert (codes[5:] == fmt.code_offset).all() and (codes[:, 20:] == fmt.code_offset).all()
         assert not scales[5:].any() and (mins is None or not mins[5:].any())
 
 

@@ -8,8 +8,8 @@ to float16 after clamping it to +-65504. Per row and group of G inputs (padding 
 ``int8``          scale = f16(max|w| / 127);            code = clamp(rint(w * (1/scale)), -128, 127) + 128
 ``int4``          scale = f16(w_largest / -8), w_largest the first value of largest magnitude, sign kept (as GGUF's Q4_0);
                   code = clamp(rint(w * (1/scale)), -8, 7) + 8
-``int8``/``int4`` with minima, L = 255 or 15 and the offset o = 128 or 8:
-                  scale = f16((max - min) / L); min = f16(min + o * scale); code = clamp(rint((w - min) * (1/scale)), -o, L-o) + o
+``int8``/``int4`` with minima and L = 255 or 15 (the offset is 0):
+                  scale = f16((max - min) / L); min = f16(min); code = clamp(rint((w - min) * (1/scale)), 0, L)
 ``mxfp4``         OCP MX: scale = 2^(floor(log2(max|w|)) - 3), its exponent clamped to [-24, 15]; nibble = nearest value,
                   ties to the even nibble, saturating, never -0
 ``bf16``          round to nearest even; NaN becomes the quiet NaN of its sign
@@ -34,11 +34,6 @@ _F16_MAX = np.float32(65504)
 _E2M1_BOUNDS = ((0.5, False), (1.5, True), (2.5, False), (3.5, True), (5.0, False), (7.0, True), (10.0, False))
 
 
-def code_offset(fmt: Format) -> int:
-    """The stored code of weight 0 (of an integer format without minima)."""
-    return {"int8": 128, "int4": 8, "mxfp4": 0}[fmt.kind]
-
-
 def quantize(w_NK: F32Array, fmt: Format) -> tuple[ByteArray, F16Array, F16Array | None]:
     """Codes uint8 [N, K], scales float16 [N, ceil(K/G)] and, with ``has_min``, minima of the same shape.
 
@@ -52,9 +47,9 @@ def quantize(w_NK: F32Array, fmt: Format) -> tuple[ByteArray, F16Array, F16Array
         codes, scales_NG = _quantize_mxfp4(w_NGg)
         mins_NG = None
     elif fmt.has_min:
-        codes, scales_NG, mins_NG = _quantize_affine(w_NGg, code_offset(fmt))
+        codes, scales_NG, mins_NG = _quantize_affine(w_NGg, 255 if fmt.kind == "int8" else 15)
     else:
-        codes, scales_NG = _quantize_symmetric(w_NGg, code_offset(fmt))
+        codes, scales_NG = _quantize_symmetric(w_NGg, fmt.code_offset)
         mins_NG = None
     return np.ascontiguousarray(codes.reshape(n, -1)[:, :k]), scales_NG, mins_NG
 
@@ -65,7 +60,7 @@ def dequantize(codes_NK: ByteArray, scales_NG: F16Array, mins_NG: F16Array | Non
     if fmt.kind == "mxfp4":
         values = np.array(MXFP4_VALUES, np.float32)[codes_NK]
     else:
-        values = codes_NK.astype(np.float32) - np.float32(code_offset(fmt))
+        values = codes_NK.astype(np.float32) - np.float32(fmt.code_offset)
     w_NK: F32Array = values * np.repeat(scales_NG.astype(np.float32), fmt.group, axis=1)[:, :k]
     if mins_NG is not None:
         w_NK += np.repeat(mins_NG.astype(np.float32), fmt.group, axis=1)[:, :k]
@@ -77,7 +72,7 @@ def pack_codes(codes_NK: ByteArray, scales_NG: F16Array, mins_NG: F16Array | Non
     n, k = codes_NK.shape
     rows, inputs = fmt.padded(n, k)
     group, groups, panels = fmt.group, inputs // fmt.group, rows // PANEL_ROWS
-    padded = np.full((rows, inputs), code_offset(fmt), np.uint8)
+    padded = np.full((rows, inputs), fmt.code_offset, np.uint8)
     padded[:n, :k] = codes_NK
     if fmt.kind == "int8":
         body = padded.reshape(panels, PANEL_ROWS, groups, group // 4, 4).transpose(0, 2, 3, 1, 4)
@@ -171,14 +166,11 @@ def _quantize_symmetric(w_NGg: F32Array, offset: int) -> tuple[ByteArray, F16Arr
     return (np.clip(codes, -offset, offset - 1) + offset).astype(np.uint8), scales
 
 
-def _quantize_affine(w_NGg: F32Array, offset: int) -> tuple[ByteArray, F16Array, F16Array]:
-    levels = 2 * offset - 1
+def _quantize_affine(w_NGg: F32Array, levels: int) -> tuple[ByteArray, F16Array, F16Array]:
     low, high = w_NGg.min(axis=2), w_NGg.max(axis=2)
-    scales = _to_f16((high - low) / np.float32(levels))
-    mins = _to_f16(low + np.float32(offset) * scales.astype(np.float32))
-    centred = (w_NGg - mins.astype(np.float32)[:, :, None]) * _reciprocal(scales)[:, :, None]
-    codes = np.clip(np.rint(centred), -offset, levels - offset) + offset
-    return codes.astype(np.uint8), scales, mins
+    scales, mins = _to_f16((high - low) / np.float32(levels)), _to_f16(low)
+    steps = (w_NGg - mins.astype(np.float32)[:, :, None]) * _reciprocal(scales)[:, :, None]
+    return np.clip(np.rint(steps), 0, levels).astype(np.uint8), scales, mins
 
 
 def _quantize_mxfp4(w_NGg: F32Array) -> tuple[ByteArray, F16Array]:
