@@ -47,8 +47,10 @@ class StepBatch:
 class KvLayout:
     """Bytes of one KV page: ``page_tokens`` positions of every layer of one sequence.
 
-    Page = [layers][K area | V area]; K area = [kv_heads][page_tokens][k_dim], V area = [kv_heads][page_tokens][v_dim].
-    MLA: kv_heads 1, k_dim = kv_lora_rank + rope dims, v_dim 0 (values are the first kv_lora_rank numbers of the keys).
+    Page = [layers][K area | V area]; K area = [kv_heads][k_dim][page_tokens] (keys are the lanes of a vector, so scores need
+    no sums across lanes), V area = [kv_heads][page_tokens][v_dim]. MLA: kv_heads 1, k_dim = kv_lora_rank + rope dims, v_dim 0
+    and the K area is [page_tokens][k_dim]: values are the first kv_lora_rank numbers of the keys.
+    Numbers that float16 cannot hold are stored as its largest finite value.
     """
 
     num_layers: int
