@@ -11,8 +11,12 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from tidegate.quant.formats import Format
+
 F32Array = NDArray[np.float32]
+F16Array = NDArray[np.float16]
 ByteArray = NDArray[np.uint8]
+Codes = tuple[ByteArray, F16Array, F16Array | None]  # codes [N, K], scales [N, K/G], minima [N, K/G]: quant/pack.py
 
 
 @dataclass(frozen=True)
@@ -36,6 +40,9 @@ class Checkpoint(ABC):
 
     ``kind`` is "hf" or "gguf". ``config`` has the keys of Hugging Face's config.json (GGUF metadata is translated),
     plus for GGUF ``"tidegate_gguf_architecture"``. Tensors keep their own names; models/families.py maps them.
+
+    Rows: a tensor [..., K] is read as the matrix [product of the leading axes, K], so that expert e of a stacked
+    [E, N, K] is rows e*N : (e+1)*N; a vector [n] is n rows of one.
     """
 
     kind: str
@@ -45,13 +52,21 @@ class Checkpoint(ABC):
 
     @abstractmethod
     def read_raw(self, name: str, start: int = 0, stop: int | None = None) -> ByteArray:
-        """Bytes of rows ``start:stop`` along axis 0 (a copy, flat uint8). Raises BadTensor for an unknown name and
-        ReadFailed (path, offset, wanted, got) for a short read or an I/O error."""
+        """Bytes of rows ``start:stop`` (a copy, flat uint8). Raises BadTensor for an unknown name or rows out of range,
+        and ReadFailed (path, offset, wanted, got) for a short read or an I/O error."""
 
     @abstractmethod
     def read_f32(self, name: str, start: int = 0, stop: int | None = None) -> F32Array:
-        """Rows ``start:stop`` along axis 0, dequantized to float32, shape [stop - start, ...]. For safetensors this
-        includes FP8 with ``<name>_scale_inv`` blocks of 128 x 128. Errors as in read_raw."""
+        """Rows ``start:stop`` dequantized to float32, shape [stop - start, K]. Errors as in read_raw."""
+
+    def native_format(self, name: str) -> Format | None:
+        """The packed format that holds the tensor's own quantization exactly (Q4_0, Q8_0, MXFP4, ...) or within
+        float16 rounding of its scales (K-quants); None for plain and FP8 tensors."""
+        return None
+
+    def read_codes(self, name: str, start: int = 0, stop: int | None = None) -> Codes:
+        """Rows ``start:stop`` as codes, scales and minima of ``native_format(name)``. Errors as in read_raw."""
+        raise NotImplementedError(f"{name} has no native format")
 
     @abstractmethod
     def tokenizer_json(self) -> str | None:
