@@ -1,0 +1,86 @@
+"""One request while it lives: its tokens, how many are computed, its KV pages, and how it ended."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass
+from typing import Literal
+
+from tidegate.config import SamplingOptions
+from tidegate.engine.text import TextStream
+from tidegate.errors import TidegateError
+
+FinishReason = Literal["stop", "length", "cancelled", "error", "scored"]
+
+
+@dataclass(frozen=True)
+class Sampled:
+    """A chosen token; ``top`` holds (token id, log probability) of the most probable ones, when asked for."""
+
+    token_id: int
+    logprob: float | None = None
+    top: tuple[tuple[int, float], ...] = ()
+
+
+class Sequence:
+    """``tokens`` are the prompt and the answer so far; positions below ``num_computed`` have their K and V cached.
+
+    ``max_tokens`` bounds the answer and must be known, because pages for all of it are taken at admission. A sequence
+    with ``keep_logits`` answers nothing: it is scored, and ends when its whole prompt is computed.
+    """
+
+    def __init__(
+        self,
+        sequence_id: int,
+        prompt_ids: list[int],
+        max_tokens: int,
+        sampling: SamplingOptions,
+        *,
+        eos_token_ids: frozenset[int] = frozenset(),
+        text: TextStream | None = None,
+        keep_logits: bool = False,
+    ) -> None:
+        assert prompt_ids and (max_tokens > 0 or keep_logits)
+        self.id, self.sampling, self.max_tokens = sequence_id, sampling, 0 if keep_logits else max_tokens
+        self.tokens, self.num_prompt = list(prompt_ids), len(prompt_ids)
+        self.eos_token_ids, self.text, self.keep_logits = eos_token_ids, text, keep_logits
+        self.num_computed = 0
+        self.pages: list[int] = []
+        self.output_counts: Counter[int] = Counter()
+        self.logprobs: list[Sampled] = []
+        self.finish_reason: FinishReason | None = None
+        self.error: TidegateError | None = None
+
+    @property
+    def most_tokens(self) -> int:
+        """Tokens this sequence can grow to."""
+        return self.num_prompt + self.max_tokens
+
+    @property
+    def output_ids(self) -> list[int]:
+        return self.tokens[self.num_prompt :]
+
+    @property
+    def num_pending(self) -> int:
+        """Tokens that are not computed yet; 1 while decoding."""
+        return len(self.tokens) - self.num_computed
+
+    def append(self, sampled: Sampled) -> None:
+        """Add a chosen token and decide whether the answer ends with it. The end-of-text token shows no text."""
+        token = sampled.token_id
+        self.tokens.append(token)
+        self.output_counts[token] += 1
+        if self.sampling.logprobs is not None:
+            self.logprobs.append(sampled)
+        if token in self.eos_token_ids and not self.sampling.ignore_eos:
+            self.finish("stop")
+        elif self.text is not None and self.text.push(token):
+            self.finish_reason = "stop"
+        elif len(self.tokens) == self.most_tokens:
+            self.finish("length")
+
+    def finish(self, reason: FinishReason, error: TidegateError | None = None) -> None:
+        """End now; text that was held back for a stop string is shown."""
+        self.finish_reason, self.error = reason, error
+        if self.text is not None:
+            self.text.close()
