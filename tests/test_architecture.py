@@ -17,7 +17,7 @@ LEVELS = [
     {"plan", "checkpoint.convert", "hardware"},
     {"engine"},
     {"server", "train", "parallel"},
-    {"cli"},
+    {"cli", "__main__"},
 ]
 TORCH_ALLOWED = ("backends.cuda", "train", "parallel", "quant.calibrate", "quant.compensate")
 

@@ -36,7 +36,14 @@ def test_bad_engine_values_name_the_flag(keyword: str, value: object, said: str)
 
 @pytest.mark.parametrize(
     ("keyword", "value"),
-    [("temperature", -1), ("temperature", float("nan")), ("top_p", 1.5), ("min_p", -0.1), ("stop", ["", "a"]), ("seed", -1)],
+    [
+        ("temperature", -1),
+        ("temperature", float("nan")),
+        ("top_p", 1.5),
+        ("min_p", -0.1),
+        ("stop", ["", "a"]),
+        ("seed", -1),
+    ],
 )
 def test_bad_sampling_values(keyword: str, value: object) -> None:
     with pytest.raises(UsageError):
@@ -44,9 +51,9 @@ def test_bad_sampling_values(keyword: str, value: object) -> None:
 
 
 def test_unknown_keyword_names_the_closest() -> None:
-    with pytest.raises(UsageError, match="'memroy'.*did you mean 'memory'"):
+    with pytest.raises(UsageError, match=r"'memroy'.*did you mean 'memory'"):
         parse_options(EngineOptions, {"memroy": "1GiB"})
-    with pytest.raises(UsageError, match="'temprature'.*did you mean 'temperature'"):
+    with pytest.raises(UsageError, match=r"'temprature'.*did you mean 'temperature'"):
         split_options({"temprature": 1.0}, EngineOptions, SamplingOptions)
 
 

@@ -79,7 +79,9 @@ def test_greedy_takes_the_lowest_id_of_a_tie() -> None:
 
 def test_penalties() -> None:
     logits = np.array([2.0, -2.0, 1.0, 3.0], np.float32)
-    got = penalized(logits, _sequence([0, 1], [3, 3], repetition_penalty=2.0, presence_penalty=0.5, frequency_penalty=0.25))
+    got = penalized(
+        logits, _sequence([0, 1], [3, 3], repetition_penalty=2.0, presence_penalty=0.5, frequency_penalty=0.25)
+    )
     assert got.tolist() == [1.0, -4.0, 1.0, 1.5 - 0.5 - 2 * 0.25]
     assert logits.tolist() == [2.0, -2.0, 1.0, 3.0], "the model's logits stay as they are"
 

@@ -93,7 +93,9 @@ def test_batch_arrays() -> None:
     assert batch.sequence_T.tolist() == [0, 1, 1, 1, 1, 1]
     assert batch.logit_rows_R.tolist() == [0], "the prompt's chunk is not its last"
     assert batch.block_tables[0, :2].tolist() == first.pages and batch.block_tables[1].tolist() == second.pages
-    assert all(a.dtype == np.int32 for a in (batch.token_ids_T, batch.positions_T, batch.sequence_T, batch.block_tables))
+    assert all(
+        a.dtype == np.int32 for a in (batch.token_ids_T, batch.positions_T, batch.sequence_T, batch.block_tables)
+    )
 
 
 def test_scored_sequences_ask_for_every_row_in_small_steps() -> None:

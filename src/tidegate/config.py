@@ -54,7 +54,9 @@ class Option:
 
     def _chosen(self, value: str) -> str:
         if self.choices and value not in self.choices:
-            raise UsageError(f"{self.flag} {value!r}: must be one of {', '.join(self.choices)}{_closest(value, self.choices)}")
+            raise UsageError(
+                f"{self.flag} {value!r}: must be one of {', '.join(self.choices)}{_closest(value, self.choices)}"
+            )
         return value
 
     def _bounded(self, value: object) -> int | float:
@@ -96,7 +98,9 @@ class EngineOptions:
     )
     sequences: int = _option("int", 1, "sequences that run at the same time", low=1, high=4096)
     prefill_chunk: int = _option("int", 256, "prompt tokens computed in one step", low=1, high=65536)
-    threads: int | None = _option("int", None, "compute threads; default: the cores this process may use", low=1, high=1024)
+    threads: int | None = _option(
+        "int", None, "compute threads; default: the cores this process may use", low=1, high=1024
+    )
     io_threads: int = _option("int", 2, "threads that read experts from disk", low=1, high=64)
     kv: str = _option("text", "f16", "format of the KV cache", choices=("f16", "f32"))
     policy: str = _option(
@@ -108,7 +112,9 @@ class EngineOptions:
     dense: str | None = _option(
         "text", None, "format of all other weights, when converting; default: int8", choices=("int8", "int4", "bf16")
     )
-    group: int | None = _option("int", None, "weights that share one scale, when converting; default: 32", low=32, high=128)
+    group: int | None = _option(
+        "int", None, "weights that share one scale, when converting; default: 32", low=32, high=128
+    )
     page_cache: bool = _option("flag", False, "read experts through the kernel's page cache instead of around it")
     backend: str = _option("text", "cpu", "who computes", choices=("cpu", "reference"))
     verify: bool = _option("flag", False, "check the checksum of every weight that is read")
@@ -119,17 +125,29 @@ class SamplingOptions:
     """How tokens of one sequence are chosen."""
 
     max_tokens: int | None = _option("int", None, "longest answer in tokens; default: up to the context's end", low=1)
-    temperature: float = _option("float", 0.0, "0 takes the most probable token; higher is more varied", low=0, high=100)
+    temperature: float = _option(
+        "float", 0.0, "0 takes the most probable token; higher is more varied", low=0, high=100
+    )
     top_k: int = _option("int", 0, "choose among the k most probable tokens; 0: all", low=0)
     top_p: float = _option("float", 1.0, "choose among the fewest tokens that reach this probability", low=0, high=1)
-    min_p: float = _option("float", 0.0, "drop tokens less probable than this share of the most probable one", low=0, high=1)
-    repetition_penalty: float = _option("float", 1.0, "above 1 makes tokens seen before less likely", low=0.01, high=100)
-    presence_penalty: float = _option("float", 0.0, "subtracted once from the logits of generated tokens", low=-100, high=100)
-    frequency_penalty: float = _option("float", 0.0, "subtracted per occurrence of generated tokens", low=-100, high=100)
+    min_p: float = _option(
+        "float", 0.0, "drop tokens less probable than this share of the most probable one", low=0, high=1
+    )
+    repetition_penalty: float = _option(
+        "float", 1.0, "above 1 makes tokens seen before less likely", low=0.01, high=100
+    )
+    presence_penalty: float = _option(
+        "float", 0.0, "subtracted once from the logits of generated tokens", low=-100, high=100
+    )
+    frequency_penalty: float = _option(
+        "float", 0.0, "subtracted per occurrence of generated tokens", low=-100, high=100
+    )
     seed: int = _option("int", 0, "same seed, same answer", low=0, high=2**63 - 1)
     stop: tuple[str, ...] = _option("texts", (), "end the answer before this text; may be given several times")
     ignore_eos: bool = _option("flag", False, "go on after the model's end-of-text token")
-    logprobs: int | None = _option("int", None, "also return the log probabilities of this many tokens", low=0, high=100)
+    logprobs: int | None = _option(
+        "int", None, "also return the log probabilities of this many tokens", low=0, high=100
+    )
 
 
 def option_table(cls: type[Any]) -> dict[str, Option]:
@@ -147,7 +165,9 @@ def parse_options(cls: type[T], keywords: Mapping[str, object]) -> T:
     values = {}
     for keyword, value in keywords.items():
         if keyword not in table:
-            raise UsageError(f"unknown option {keyword!r}{_closest(keyword, list(table)) or '; known: ' + ', '.join(table)}")
+            raise UsageError(
+                f"unknown option {keyword!r}{_closest(keyword, list(table)) or '; known: ' + ', '.join(table)}"
+            )
         row = table[keyword]
         values[keyword + ("_bytes" if row.kind == "bytes" else "")] = row.parse(value)
     return cls(**values)

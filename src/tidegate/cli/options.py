@@ -17,7 +17,9 @@ _TYPES: dict[str, Any] = {"bytes": str, "int": int, "float": float, "flag": bool
 def flags(panels: dict[str, type[Any]], without: Collection[str] = ()) -> Callable[..., Callable[..., Any]]:
     """Decorator: replace ``**options`` of a command by one flag for each row of the tables (panel title -> class).
     Flags that the user did not give are left out of ``options``."""
-    rows = [(panel, row) for panel, cls in panels.items() for row in option_table(cls).values() if row.name not in without]
+    rows = [
+        (panel, row) for panel, cls in panels.items() for row in option_table(cls).values() if row.name not in without
+    ]
 
     def decorate(function: Callable[..., Any]) -> Callable[..., Any]:
         own = [p for p in inspect.signature(function, eval_str=True).parameters.values() if p.kind != p.VAR_KEYWORD]

@@ -65,11 +65,11 @@ class Scheduler:
         left, rows_left = self.prefill_chunk, self.max_logit_rows
         chunks = []
         for sequence in self.running:
-            if sequence.num_pending == 1 and not sequence.keep_logits:
+            if sequence.num_pending == 1 and sequence.num_computed and not sequence.keep_logits:
                 count = 1
             else:
                 count = min(sequence.num_pending, left, rows_left if sequence.keep_logits else left)
-                left -= count
+                left = left - count if count == sequence.num_pending else 0
                 rows_left -= count if sequence.keep_logits else 0
             if count:
                 chunks.append(Chunk(sequence, sequence.num_computed, sequence.num_computed + count))
