@@ -1,5 +1,8 @@
 """Native core (csrc/). One section a header, in the order of bindings.cc."""
 
+from collections.abc import Sequence
+from enum import Enum
+
 from tidegate.backends.base import ByteArray, F32Array
 
 version: str
@@ -22,3 +25,88 @@ class Compute:
     def numpy(self, x: Matrix) -> F32Array: ...
 
 def available_isas() -> list[str]: ...
+
+# ---- host_memory.h, block_reader.h, faulty_reader.h, file_set.h
+
+def populate(memory: ByteArray, threads: int) -> int: ...
+def tune_heap() -> None: ...
+def crc32(bytes: ByteArray) -> int: ...
+
+class BlockReader: ...
+
+class PosixReader(BlockReader):
+    def __init__(self) -> None: ...
+
+class FaultyReader(BlockReader):
+    def __init__(
+        self,
+        *,
+        seed: int = 0,
+        max_delay_us: int = 0,
+        fail_at: int = -1,
+        short_at: int = -1,
+        end_at: int = -1,
+        refuse_direct: bool = False,
+    ) -> None: ...
+    num_waiting: int
+    def close_gate(self) -> None: ...
+    def allow(self, reads: int) -> None: ...
+    def open_gate(self) -> None: ...
+    def log(self) -> list[tuple[int, int, bool]]: ...
+
+class FileSet:
+    def __init__(self, paths: Sequence[str], reader: BlockReader, page_cache: bool) -> None: ...
+    def is_direct(self, file: int) -> bool: ...
+    def read(self, file: int, offset: int, dest: ByteArray, chunk_bytes: int) -> tuple[int, int]: ...
+
+# ---- slots.h, loader.h
+
+class SlotSource: ...
+
+class SlotState(Enum):
+    EMPTY = 0
+    LOADING = 1
+    READY = 2
+    FAILED = 3
+
+class LoadFailure:
+    file: int
+    offset: int
+    wanted_bytes: int
+    got_bytes: int
+    error: int
+    wanted_crc32: int
+    got_crc32: int
+
+class LoaderCounters:
+    demand_loads: int
+    speculative_loads: int
+    cancelled_loads: int
+    failed_loads: int
+    promoted_loads: int
+    overtaken_loads: int
+    read_bytes: int
+    wasted_bytes: int
+    waits: int
+    wait_ns: int
+    busy_ns: int
+
+class Loader(SlotSource):
+    def __init__(
+        self,
+        files: FileSet,
+        addresses: Sequence[int],
+        slot_bytes: int,
+        threads: int,
+        chunk_bytes: int,
+        verify: bool,
+    ) -> None: ...
+    def load(self, slot: int, file: int, offset: int, nbytes: int, crc32: int, demand: bool) -> None: ...
+    def cancel(self, slot: int) -> bool: ...
+    def promote(self, slot: int) -> None: ...
+    def wait(self, slot: int) -> bool: ...
+    def is_ready(self, slot: int) -> bool: ...
+    def state(self, slot: int) -> SlotState: ...
+    def failure(self, slot: int) -> LoadFailure: ...
+    def counters(self) -> LoaderCounters: ...
+    def close(self) -> None: ...

@@ -12,7 +12,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Generic, TypeVar
+from typing import TYPE_CHECKING, Generic, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -21,6 +21,9 @@ from tidegate.experts.base import Placement
 from tidegate.model_config import AttentionConfig, MoeConfig, RopeConfig
 from tidegate.quant.formats import Format
 from tidegate.quant.layout import ExpertLayout
+
+if TYPE_CHECKING:
+    from tidegate._core import SlotSource
 
 A = TypeVar("A")
 ByteArray = NDArray[np.uint8]
@@ -153,7 +156,13 @@ class Routing(Generic[A]):
 
 
 class ExpertSlots(ABC):
-    """The slots of the arena as a backend sees them."""
+    """The slots of the arena as a backend sees them.
+
+    ``native`` is the same for native code, which waits by itself and calls ``wait`` for the error when it got a null
+    pointer; None for slots that only numpy reads.
+    """
+
+    native: SlotSource | None = None
 
     @abstractmethod
     def wait(self, slot: int) -> ByteArray:

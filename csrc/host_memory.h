@@ -1,0 +1,14 @@
+// What the arena and the start of the process ask of the operating system. Linux only.
+#pragma once
+#include <cstdint>
+
+namespace tidegate {
+
+// Makes every page of a private anonymous mapping present, with huge pages where the kernel offers them, by
+// ``num_threads`` threads. Returns 0 or an errno; ENOMEM if the memory is not there.
+int populate(std::uint8_t* begin, std::int64_t nbytes, int num_threads);
+
+// Keeps the C library's heap small and steady: few arenas, large blocks given back at once.
+void tune_heap();
+
+}  // namespace tidegate
