@@ -1,0 +1,68 @@
+"""Files read by offset: exact reads that name what went wrong. No mmap, because faulted pages count as our own memory."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from tidegate.checkpoint.base import ByteArray
+from tidegate.errors import CheckpointError, CorruptFile, ReadFailed
+
+
+class InputFile:
+    """One open file. ``size_bytes`` is its size when it was opened."""
+
+    def __init__(self, path: Path) -> None:
+        """Raises CheckpointError if the file cannot be opened."""
+        self.path = path
+        try:
+            self._fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        except OSError as error:
+            raise CheckpointError(f"{path}: cannot be opened: {error.strerror}") from None
+        self.size_bytes = os.fstat(self._fd).st_size
+
+    def __del__(self) -> None:
+        if hasattr(self, "_fd"):
+            os.close(self._fd)
+
+    def read(self, offset: int, nbytes: int) -> ByteArray:
+        """Exactly ``nbytes`` bytes from ``offset``, uint8 (a copy). Raises ReadFailed naming offset, wanted and got."""
+        out = np.empty(nbytes, np.uint8)
+        view, done = memoryview(out.data), 0
+        while done < nbytes:
+            try:
+                count = os.preadv(self._fd, [view[done:]], offset + done)
+            except OSError as error:
+                raise ReadFailed(self.path, offset, nbytes, done, str(error.strerror)) from None
+            if count == 0:
+                raise ReadFailed(self.path, offset, nbytes, done, "the file ends here")
+            done += count
+        return out
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """A JSON object from a file. Raises CheckpointError if it cannot be read, CorruptFile if it is not a JSON object."""
+    try:
+        text = path.read_text(encoding="utf-8")
+    except OSError as error:
+        raise CheckpointError(f"{path}: cannot be read: {error.strerror}") from None
+    except UnicodeDecodeError as error:
+        raise CorruptFile(path, error.start, "text", "UTF-8", "other bytes") from None
+    return parse_json(text, path, 0)
+
+
+def parse_json(text: str | bytes, path: Path, offset: int) -> dict[str, Any]:
+    """The JSON object in ``text``, which starts at ``offset`` of ``path``. Raises CorruptFile."""
+    try:
+        value = json.loads(text)
+    except json.JSONDecodeError as error:
+        raise CorruptFile(path, offset + error.pos, "JSON", "valid JSON", error.msg) from None
+    except (UnicodeDecodeError, RecursionError) as error:
+        raise CorruptFile(path, offset, "JSON", "valid JSON", type(error).__name__) from None
+    if not isinstance(value, dict):
+        raise CorruptFile(path, offset, "JSON", "an object", type(value).__name__)
+    return value

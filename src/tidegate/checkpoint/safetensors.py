@@ -1,0 +1,63 @@
+"""Headers of safetensors files: 8 bytes little-endian header length, a JSON header, then the tensors without gaps.
+
+Format: https://github.com/huggingface/safetensors. Everything in the header is checked before a byte of data is read.
+"""
+
+from __future__ import annotations
+
+from math import prod
+from typing import Any
+
+from tidegate.checkpoint.base import TensorInfo
+from tidegate.checkpoint.files import InputFile, parse_json
+from tidegate.errors import BadTensor, CorruptFile
+
+DTYPE_BYTES = {
+    "F64": 8, "F32": 4, "F16": 2, "BF16": 2, "F8_E4M3": 1, "F8_E5M2": 1, "F8_E8M0": 1,
+    "I64": 8, "U64": 8, "I32": 4, "U32": 4, "I16": 2, "U16": 2, "I8": 1, "U8": 1, "BOOL": 1,
+}  # fmt: skip
+_HEADER_LIMIT_BYTES = 100 << 20
+
+
+def read_header(file: InputFile) -> dict[str, TensorInfo]:
+    """All tensors of one file, in file order. Raises CorruptFile (a truncated file too) and BadTensor (unknown dtype)."""
+    path, size = file.path, file.size_bytes
+    if size < 8:
+        raise CorruptFile(path, 0, "safetensors header length", "8 bytes", f"a file of {size} bytes")
+    header_bytes = int.from_bytes(file.read(0, 8).tobytes(), "little")
+    if header_bytes > min(_HEADER_LIMIT_BYTES, size - 8):
+        wanted = f"at most {min(_HEADER_LIMIT_BYTES, size - 8):,}"
+        raise CorruptFile(path, 0, "safetensors header length", wanted, f"{header_bytes:,}")
+    header = parse_json(file.read(8, header_bytes).tobytes(), path, 8)
+    header.pop("__metadata__", None)
+    data_start = 8 + header_bytes
+    tensors = [_tensor(name, entry, data_start, file) for name, entry in header.items()]
+    tensors.sort(key=lambda info: (info.offset, info.nbytes))
+    end = data_start
+    for info in tensors:
+        if info.offset != end:
+            raise CorruptFile(
+                path, info.offset, f"start of {info.name} (overlap or gap)", f"{end:,}", f"{info.offset:,}"
+            )
+        end += info.nbytes
+    if end != size:
+        what = "size of the file (truncated shard)" if size < end else "size of the file (bytes behind the last tensor)"
+        raise CorruptFile(path, min(size, end), what, f"{end:,} bytes", f"{size:,}")
+    return {info.name: info for info in tensors}
+
+
+def _tensor(name: str, entry: Any, data_start: int, file: InputFile) -> TensorInfo:
+    try:
+        dtype, shape, (begin, end) = entry["dtype"], tuple(entry["shape"]), entry["data_offsets"]
+        good = all(type(v) is int and v >= 0 for v in (*shape, begin, end)) and isinstance(dtype, str)
+    except (TypeError, KeyError, ValueError):
+        good = False
+    if not good:
+        raise CorruptFile(file.path, 8, f"header entry of {name}", "dtype, shape, data_offsets", entry)
+    if dtype not in DTYPE_BYTES:
+        raise BadTensor(f"{file.path}: {name} has dtype {dtype}; known are {', '.join(DTYPE_BYTES)}")
+    nbytes = prod(shape) * DTYPE_BYTES[dtype]
+    if end - begin != nbytes:
+        what = f"size of {name} ({dtype} {list(shape)})"
+        raise CorruptFile(file.path, data_start + begin, what, f"{nbytes:,} bytes", f"{end - begin:,}")
+    return TensorInfo(name, shape, dtype, file.path, data_start + begin, nbytes)
