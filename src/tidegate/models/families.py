@@ -9,11 +9,22 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
+from tidegate.checkpoint.base import Checkpoint
+from tidegate.checkpoint.sources import WeightMap
 from tidegate.errors import UnknownArchitecture
 from tidegate.model_config import AttentionConfig, ModelConfig, MoeConfig, RopeConfig
 from tidegate.models.config_keys import ConfigKeys
+from tidegate.models.families_parts import (
+    grouped_attention,
+    latent_attention,
+    leading_dense,
+    routed_experts,
+    sparse_layers,
+    window_everywhere,
+    windows_by_type,
+)
 from tidegate.models.families_rope import rope_config
-from tidegate.models.rope import yarn_scale
+from tidegate.models.families_weights import HfWeights, check_hf_weights
 
 _QUANTIZATIONS = ("fp8", "mxfp4")
 
@@ -25,7 +36,9 @@ def model_config(config: Mapping[str, Any]) -> ModelConfig:
     """
     family = config.get("model_type")
     if family not in _FAMILIES:
-        raise UnknownArchitecture(f"model_type {family!r} is not supported; supported are {', '.join(sorted(_FAMILIES))}")
+        raise UnknownArchitecture(
+            f"model_type {family!r} is not supported; supported are {', '.join(sorted(_FAMILIES))}"
+        )
     keys = ConfigKeys(config, f"config of {family}")
     method = (config.get("quantization_config") or {}).get("quant_method")
     if method is not None and method not in _QUANTIZATIONS:
@@ -33,6 +46,13 @@ def model_config(config: Mapping[str, Any]) -> ModelConfig:
     result = _FAMILIES[family](keys)
     _check(keys, result)
     return result
+
+
+def weight_map(checkpoint: Checkpoint, config: ModelConfig) -> WeightMap:
+    """Where every weight is in ``checkpoint``. Raises BadTensor (file, tensor, wanted, got) unless every tensor that the
+    model needs is there with its shape, and nothing else that would change the answer. Reads headers only."""
+    check_hf_weights(checkpoint, config)
+    return HfWeights(checkpoint, config)
 
 
 def _model(
@@ -69,88 +89,20 @@ def _model(
     )
 
 
-def _grouped(keys: ConfigKeys, **options: Any) -> AttentionConfig:
-    heads, hidden = keys.integer("num_attention_heads"), keys.integer("hidden_size")
-    if not keys.has("head_dim") and hidden % heads:
-        raise keys.error(f"head_dim is missing and hidden_size {hidden} is no multiple of num_attention_heads {heads}")
-    head_dim = keys.integer("head_dim", default=hidden // heads)
-    kv_heads = keys.integer("num_key_value_heads", default=heads)
-    options.setdefault("scale", head_dim**-0.5)
-    return AttentionConfig(num_heads=heads, num_kv_heads=kv_heads, head_dim=head_dim, v_head_dim=head_dim, **options)
-
-
-def _latent(keys: ConfigKeys, rope: RopeConfig) -> AttentionConfig:
-    nope = keys.integer("qk_nope_head_dim")
-    scale = float(nope + rope.dims) ** -0.5
-    mscale_all_dim = rope.params.get("mscale_all_dim")
-    if mscale_all_dim:
-        scale *= yarn_scale(float(rope.params["factor"]), mscale_all_dim) ** 2
-    return AttentionConfig(
-        num_heads=keys.integer("num_attention_heads"),
-        num_kv_heads=1,
-        head_dim=nope + rope.dims,
-        v_head_dim=keys.integer("v_head_dim"),
-        scale=scale,
-        q_lora_rank=keys.integer("q_lora_rank", default=0, minimum=0),
-        kv_lora_rank=keys.integer("kv_lora_rank"),
-        qk_nope_dim=nope,
-    )
-
-
-def _moe(keys: ConfigKeys, width: str, **options: Any) -> MoeConfig:
-    return MoeConfig(
-        num_experts=keys.integer("num_experts", "num_local_experts", "n_routed_experts"),
-        num_experts_per_tok=keys.integer("num_experts_per_tok"),
-        expert_dim=keys.integer(width),
-        **options,
-    )
-
-
-def _window_everywhere(keys: ConfigKeys) -> tuple[int, ...]:
-    window = keys.integer("sliding_window", default=0, minimum=0)
-    return (window,) * keys.integer("num_hidden_layers")
-
-
-def _windows_by_type(keys: ConfigKeys, default: Callable[[int], bool]) -> tuple[int, ...]:
-    """Windows of layers whose entry in ``layer_types`` slides; without that key, of those that ``default(layer)`` names."""
-    count = keys.integer("num_hidden_layers")
-    types = keys.raw.get("layer_types")
-    if types is None:
-        types = ["sliding_attention" if default(layer) else "full_attention" for layer in range(count)]
-    unknown = sorted(set(types) - {"sliding_attention", "full_attention"})
-    if unknown or len(types) != count:
-        what = f"has {unknown[0]!r}" if unknown else f"has {len(types)} entries for {count} layers"
-        raise keys.error(f"layer_types {what}")
-    if "sliding_attention" not in types:
-        return (0,) * count
-    window = keys.integer("sliding_window")
-    return tuple(window if kind == "sliding_attention" else 0 for kind in types)
-
-
-def _sparse_layers(keys: ConfigKeys) -> tuple[bool, ...]:
-    """Qwen's rule: every ``decoder_sparse_step``-th layer has experts, unless named in ``mlp_only_layers``."""
-    step = keys.integer("decoder_sparse_step", default=1)
-    dense = keys.raw.get("mlp_only_layers") or ()
-    return tuple(layer not in dense and (layer + 1) % step == 0 for layer in range(keys.integer("num_hidden_layers")))
-
-
-def _leading_dense(keys: ConfigKeys, default: int) -> tuple[bool, ...]:
-    keys.require("moe_layer_freq", 1)
-    dense = keys.integer("first_k_dense_replace", default=default, minimum=0)
-    return tuple(layer >= dense for layer in range(keys.integer("num_hidden_layers")))
-
-
 def _mixtral(keys: ConfigKeys) -> ModelConfig:
-    attention = _grouped(keys)
+    attention = grouped_attention(keys)
     rope = rope_config(keys, attention.head_dim, theta=1e6)
-    moe = _moe(keys, "intermediate_size", scoring="topk_softmax")
-    return _model(keys, attention, rope, moe, norm_eps=1e-5, windows=_window_everywhere(keys))
+    moe = routed_experts(keys, "intermediate_size", scoring="topk_softmax")
+    return _model(keys, attention, rope, moe, norm_eps=1e-5, windows=window_everywhere(keys))
 
 
 def _qwen2_moe(keys: ConfigKeys) -> ModelConfig:
-    attention = _grouped(keys)
-    slides, last = keys.flag("use_sliding_window", default=False), keys.integer("max_window_layers", default=28, minimum=0)
-    moe = _moe(
+    attention = grouped_attention(keys)
+    slides, last = (
+        keys.flag("use_sliding_window", default=False),
+        keys.integer("max_window_layers", default=28, minimum=0),
+    )
+    moe = routed_experts(
         keys,
         "moe_intermediate_size",
         normalize_topk=keys.flag("norm_topk_prob", default=False),
@@ -162,49 +114,49 @@ def _qwen2_moe(keys: ConfigKeys) -> ModelConfig:
         attention,
         rope_config(keys, attention.head_dim),
         moe,
-        moe_layers=_sparse_layers(keys),
-        windows=_windows_by_type(keys, lambda layer: slides and (layer + 1) % 2 == 1 and layer < last),
+        moe_layers=sparse_layers(keys),
+        windows=windows_by_type(keys, lambda layer: slides and (layer + 1) % 2 == 1 and layer < last),
     )
     return replace(result, has_attention_bias=keys.flag("qkv_bias", default=True))
 
 
 def _qwen3_moe(keys: ConfigKeys) -> ModelConfig:
-    attention = _grouped(keys, qk_norm="head")
+    attention = grouped_attention(keys, qk_norm="head")
     bias = keys.flag("attention_bias", default=False)
     slides = keys.flag("use_sliding_window", default=False)
     result = _model(
         keys,
         attention,
         rope_config(keys, attention.head_dim),
-        _moe(keys, "moe_intermediate_size", normalize_topk=keys.flag("norm_topk_prob", default=False)),
-        moe_layers=_sparse_layers(keys),
-        windows=_window_everywhere(keys) if slides else None,
+        routed_experts(keys, "moe_intermediate_size", normalize_topk=keys.flag("norm_topk_prob", default=False)),
+        moe_layers=sparse_layers(keys),
+        windows=window_everywhere(keys) if slides else None,
     )
     return replace(result, has_attention_bias=bias, has_output_bias=bias)
 
 
 def _olmoe(keys: ConfigKeys) -> ModelConfig:
     clip = keys.number("clip_qkv") if keys.has("clip_qkv") else None
-    attention = _grouped(keys, qk_norm="full", clip_qkv=clip)
+    attention = grouped_attention(keys, qk_norm="full", clip_qkv=clip)
     bias = keys.flag("attention_bias", default=False)
-    moe = _moe(keys, "intermediate_size", normalize_topk=keys.flag("norm_topk_prob", default=False))
+    moe = routed_experts(keys, "intermediate_size", normalize_topk=keys.flag("norm_topk_prob", default=False))
     result = _model(keys, attention, rope_config(keys, attention.head_dim), moe, norm_eps=1e-5)
     return replace(result, has_attention_bias=bias, has_output_bias=bias)
 
 
-def _deepseek(keys: ConfigKeys, *, interleaved: bool, leading_dense: int, **routing: Any) -> ModelConfig:
+def _deepseek(keys: ConfigKeys, *, interleaved: bool, dense_layers: int, **routing: Any) -> ModelConfig:
     bias = keys.flag("attention_bias", default=False)
     keys.require("mlp_bias", wanted=False)
     rope = rope_config(keys, keys.integer("qk_rope_head_dim"), interleaved=interleaved)
     width = keys.integer("moe_intermediate_size")
-    moe = _moe(
+    moe = routed_experts(
         keys,
         "moe_intermediate_size",
         shared_dim=width * keys.integer("n_shared_experts", default=0, minimum=0),
         routed_scaling=keys.number("routed_scaling_factor", default=1.0),
         **routing,
     )
-    result = _model(keys, _latent(keys, rope), rope, moe, moe_layers=_leading_dense(keys, leading_dense))
+    result = _model(keys, latent_attention(keys, rope), rope, moe, moe_layers=leading_dense(keys, dense_layers))
     return replace(result, has_attention_bias=bias, has_output_bias=bias)
 
 
@@ -217,7 +169,7 @@ def _deepseek_v2(keys: ConfigKeys) -> ModelConfig:
     groups = {}
     if method == "group_limited_greedy":
         groups = {"num_groups": keys.integer("n_group"), "topk_groups": keys.integer("topk_group")}
-    return _deepseek(keys, interleaved=True, leading_dense=0, group_score="max", **groups)
+    return _deepseek(keys, interleaved=True, dense_layers=0, group_score="max", **groups)
 
 
 def _sigmoid_routing(keys: ConfigKeys, groups: int, topk_groups: int) -> dict[str, Any]:
@@ -236,12 +188,12 @@ def _sigmoid_routing(keys: ConfigKeys, groups: int, topk_groups: int) -> dict[st
 
 def _deepseek_v3(keys: ConfigKeys) -> ModelConfig:
     interleaved = keys.flag("rope_interleave", default=True)
-    return _deepseek(keys, interleaved=interleaved, leading_dense=3, **_sigmoid_routing(keys, 8, 4))
+    return _deepseek(keys, interleaved=interleaved, dense_layers=3, **_sigmoid_routing(keys, 8, 4))
 
 
 def _gpt_oss(keys: ConfigKeys) -> ModelConfig:
-    attention = _grouped(keys, has_sinks=True)
-    moe = _moe(keys, "intermediate_size", scoring="topk_softmax", has_router_bias=True, has_expert_bias=True)
+    attention = grouped_attention(keys, has_sinks=True)
+    moe = routed_experts(keys, "intermediate_size", scoring="topk_softmax", has_router_bias=True, has_expert_bias=True)
     bias = keys.flag("attention_bias", default=True)
     result = _model(
         keys,
@@ -249,7 +201,7 @@ def _gpt_oss(keys: ConfigKeys) -> ModelConfig:
         rope_config(keys, attention.head_dim, theta=150000.0),
         moe,
         norm_eps=1e-5,
-        windows=_windows_by_type(keys, lambda layer: layer % 2 == 0),
+        windows=windows_by_type(keys, lambda layer: layer % 2 == 0),
     )
     return replace(
         result,
@@ -262,9 +214,9 @@ def _gpt_oss(keys: ConfigKeys) -> ModelConfig:
 
 
 def _glm4_moe(keys: ConfigKeys) -> ModelConfig:
-    attention = _grouped(keys, qk_norm="head" if keys.flag("use_qk_norm", default=False) else "none")
+    attention = grouped_attention(keys, qk_norm="head" if keys.flag("use_qk_norm", default=False) else "none")
     width = keys.integer("moe_intermediate_size")
-    moe = _moe(
+    moe = routed_experts(
         keys,
         "moe_intermediate_size",
         shared_dim=width * keys.integer("n_shared_experts", default=1, minimum=0),
@@ -272,14 +224,14 @@ def _glm4_moe(keys: ConfigKeys) -> ModelConfig:
         **_sigmoid_routing(keys, 1, 1),
     )
     rope = rope_config(keys, attention.head_dim, partial=0.5)
-    result = _model(keys, attention, rope, moe, norm_eps=1e-5, moe_layers=_leading_dense(keys, 1))
+    result = _model(keys, attention, rope, moe, norm_eps=1e-5, moe_layers=leading_dense(keys, 1))
     return replace(result, has_attention_bias=keys.flag("attention_bias", default=False))
 
 
 def _granitemoe(keys: ConfigKeys) -> ModelConfig:
-    attention = _grouped(keys, scale=keys.number("attention_multiplier", default=1.0))
+    attention = grouped_attention(keys, scale=keys.number("attention_multiplier", default=1.0))
     bias = keys.flag("attention_bias", default=False)
-    moe = _moe(keys, "intermediate_size", scoring="topk_softmax")
+    moe = routed_experts(keys, "intermediate_size", scoring="topk_softmax")
     return replace(
         _model(keys, attention, rope_config(keys, attention.head_dim), moe),
         has_attention_bias=bias,
@@ -291,15 +243,15 @@ def _granitemoe(keys: ConfigKeys) -> ModelConfig:
 
 
 def _phimoe(keys: ConfigKeys) -> ModelConfig:
-    attention = _grouped(keys)
+    attention = grouped_attention(keys)
     bias = keys.flag("attention_bias", default=False)
     jitter = keys.number("router_jitter_noise", default=0.01, positive=False)
-    moe = _moe(keys, "intermediate_size", scoring="sparsemixer", router_jitter=jitter)
+    moe = routed_experts(keys, "intermediate_size", scoring="sparsemixer", router_jitter=jitter)
     if moe.num_experts_per_tok != 2:
         raise keys.error(f"num_experts_per_tok is {moe.num_experts_per_tok}; PhiMoE's router always chooses 2")
     rope = rope_config(keys, attention.head_dim, theta=1e6)
     return replace(
-        _model(keys, attention, rope, moe, norm_eps=1e-5, windows=_window_everywhere(keys)),
+        _model(keys, attention, rope, moe, norm_eps=1e-5, windows=window_everywhere(keys)),
         norm="layer",
         has_attention_bias=bias,
         has_output_bias=bias,
@@ -308,7 +260,7 @@ def _phimoe(keys: ConfigKeys) -> ModelConfig:
 
 
 def _llama(keys: ConfigKeys) -> ModelConfig:
-    attention = _grouped(keys)
+    attention = grouped_attention(keys)
     bias = keys.flag("attention_bias", default=False)
     keys.require("mlp_bias", wanted=False)
     result = _model(keys, attention, rope_config(keys, attention.head_dim), None)
@@ -316,10 +268,13 @@ def _llama(keys: ConfigKeys) -> ModelConfig:
 
 
 def _qwen3(keys: ConfigKeys) -> ModelConfig:
-    attention = _grouped(keys, qk_norm="head")
+    attention = grouped_attention(keys, qk_norm="head")
     bias = keys.flag("attention_bias", default=False)
-    slides, first = keys.flag("use_sliding_window", default=False), keys.integer("max_window_layers", default=28, minimum=0)
-    windows = _windows_by_type(keys, lambda layer: layer >= first) if slides else None
+    slides, first = (
+        keys.flag("use_sliding_window", default=False),
+        keys.integer("max_window_layers", default=28, minimum=0),
+    )
+    windows = windows_by_type(keys, lambda layer: layer >= first) if slides else None
     result = _model(keys, attention, rope_config(keys, attention.head_dim), None, windows=windows)
     return replace(result, has_attention_bias=bias, has_output_bias=bias)
 
@@ -344,7 +299,9 @@ def _check(keys: ConfigKeys, config: ModelConfig) -> None:
     """Contradictions between keys that each look right alone."""
     att, moe = config.attention, config.moe
     if att.num_heads % att.num_kv_heads:
-        raise keys.error(f"num_attention_heads {att.num_heads} is no multiple of num_key_value_heads {att.num_kv_heads}")
+        raise keys.error(
+            f"num_attention_heads {att.num_heads} is no multiple of num_key_value_heads {att.num_kv_heads}"
+        )
     if moe is None:
         return
     if moe.num_experts_per_tok > moe.num_experts:

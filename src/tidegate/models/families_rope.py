@@ -68,7 +68,9 @@ def _merged(keys: ConfigKeys) -> dict[str, Any]:
         if not isinstance(value, dict):
             raise keys.error(f"{name} must be a mapping, got {value!r}")
         if any(isinstance(inner, dict) for inner in value.values()):
-            raise keys.error(f"{name} differs per layer type ({', '.join(value)}); only one for all layers is supported")
+            raise keys.error(
+                f"{name} differs per layer type ({', '.join(value)}); only one for all layers is supported"
+            )
         params.update(value)
     return params
 
