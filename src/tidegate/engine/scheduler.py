@@ -31,6 +31,11 @@ class Chunk:
         return self.stop == len(self.sequence.tokens) and not self.sequence.keep_logits
 
     @property
+    def is_decode(self) -> bool:
+        """Whether this is one token of a growing answer."""
+        return self.start >= self.sequence.num_prompt
+
+    @property
     def num_logit_rows(self) -> int:
         return self.stop - self.start if self.sequence.keep_logits else int(self.samples)
 

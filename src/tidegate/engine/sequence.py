@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import time
 from collections import Counter
 from dataclasses import dataclass
 from typing import Literal
+
+import numpy as np
+from numpy.typing import NDArray
 
 from tidegate.config import SamplingOptions
 from tidegate.engine.text import TextStream
@@ -26,7 +30,8 @@ class Sequence:
     """``tokens`` are the prompt and the answer so far; positions below ``num_computed`` have their K and V cached.
 
     ``max_tokens`` bounds the answer and must be known, because pages for all of it are taken at admission. A sequence
-    with ``keep_logits`` answers nothing: it is scored, and ends when its whole prompt is computed.
+    with ``keep_logits`` answers nothing: it is scored, and ends when its whole prompt is computed; ``kept_logits`` are
+    its rows then. ``first_token_s`` is the time from arrival to the first token of the answer.
     """
 
     def __init__(
@@ -50,6 +55,9 @@ class Sequence:
         self.logprobs: list[Sampled] = []
         self.finish_reason: FinishReason | None = None
         self.error: TidegateError | None = None
+        self.kept_logits: list[NDArray[np.float32]] = []
+        self.arrived_s = time.perf_counter()
+        self.first_token_s: float | None = None
 
     @property
     def most_tokens(self) -> int:
@@ -68,6 +76,8 @@ class Sequence:
     def append(self, sampled: Sampled) -> None:
         """Add a chosen token and decide whether the answer ends with it. The end-of-text token shows no text."""
         token = sampled.token_id
+        if self.first_token_s is None:
+            self.first_token_s = time.perf_counter() - self.arrived_s
         self.tokens.append(token)
         self.output_counts[token] += 1
         if self.sampling.logprobs is not None:

@@ -1,0 +1,101 @@
+"""The loop: schedule -> forward -> sample -> postprocess. R rows whose logits are wanted, V vocabulary."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from tidegate.backends.base import StepBatch
+from tidegate.engine.sampler import sample
+from tidegate.engine.scheduler import Chunk, Scheduler, make_batch
+from tidegate.engine.sequence import Sampled, Sequence
+from tidegate.errors import TidegateError
+
+F32Array = NDArray[np.float32]
+
+
+class ForwardModel(Protocol):
+    """What the engine asks of a decoder."""
+
+    def forward(self, batch: StepBatch) -> F32Array:
+        """float32 [R, V], valid until the next call. Raises ReadFailed or CorruptFile when an expert cannot be read; the
+        caches are consistent then, and the same step may be tried again."""
+
+
+class Book(Protocol):
+    """The ledger, as far as the engine knows it."""
+
+    def check(self) -> None:
+        """Recount; raises OverBudget when the process outgrew its budget."""
+
+
+@dataclass
+class StepTimes:
+    """What steps have cost so far. A step with any prompt tokens in it counts as prefill."""
+
+    prefill_tokens: int = 0
+    decode_tokens: int = 0
+    prefill_s: float = 0.0
+    decode_s: float = 0.0
+    steps: int = 0
+
+    def add(self, chunks: list[Chunk], elapsed_s: float) -> None:
+        tokens = sum(chunk.stop - chunk.start for chunk in chunks)
+        self.steps += 1
+        if all(chunk.is_decode for chunk in chunks):
+            self.decode_tokens += tokens
+            self.decode_s += elapsed_s
+        else:
+            self.prefill_tokens += tokens
+            self.prefill_s += elapsed_s
+
+
+class Engine:
+    """Runs the scheduler's sequences through the decoder, one step a call. One thread drives it.
+
+    A read that fails ends the sequences of its step with the error; the others and later ones go on.
+    """
+
+    def __init__(self, decoder: ForwardModel, scheduler: Scheduler, ledger: Book, check_every: int = 64) -> None:
+        self.decoder, self.scheduler, self.ledger = decoder, scheduler, ledger
+        self.times = StepTimes()
+        self._check_every = check_every
+
+    def step(self) -> list[Sequence]:
+        """Advance everybody who runs; returns the sequences that got a token or ended. Empty when nothing is to do or
+        when only prompts were computed."""
+        chunks = self.scheduler.schedule()
+        if not chunks:
+            return []
+        started_s = time.perf_counter()
+        try:
+            logits_RV = self.decoder.forward(make_batch(chunks))
+        except TidegateError as error:
+            return self._fail(chunks, error)
+        changed = self.scheduler.postprocess(chunks, _choose(logits_RV, chunks))
+        self.times.add(chunks, time.perf_counter() - started_s)
+        if self.times.steps % self._check_every == 0:
+            self.ledger.check()
+        return changed
+
+    def _fail(self, chunks: list[Chunk], error: TidegateError) -> list[Sequence]:
+        for chunk in chunks:
+            self.scheduler.end(chunk.sequence, "error", error)
+        return [chunk.sequence for chunk in chunks]
+
+
+def _choose(logits_RV: F32Array, chunks: list[Chunk]) -> list[Sampled]:
+    """The next token of every sampling chunk, in order; rows of scored sequences are kept."""
+    sampled, row = [], 0
+    for chunk in chunks:
+        rows = logits_RV[row : row + chunk.num_logit_rows]
+        row += chunk.num_logit_rows
+        if chunk.samples:
+            sampled.append(sample(rows[0], chunk.sequence))
+        elif chunk.sequence.keep_logits:
+            chunk.sequence.kept_logits.append(rows.copy())
+    return sampled
