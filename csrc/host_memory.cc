@@ -18,6 +18,7 @@
 namespace tidegate {
 namespace {
 
+constexpr std::int64_t kHugePageBytes = 2 << 20;
 constexpr std::int64_t kStepBytes = 64 << 20;
 
 int populate_step(std::uint8_t* begin, std::int64_t nbytes) {
@@ -35,7 +36,10 @@ int populate_step(std::uint8_t* begin, std::int64_t nbytes) {
 }  // namespace
 
 int populate(std::uint8_t* begin, std::int64_t nbytes, int num_threads) {
-  ::madvise(begin, static_cast<std::size_t>(nbytes), MADV_HUGEPAGE);  // refused where huge pages are off: no matter
+  // Refused where huge pages are off: no matter. The tail must not get one, or more would be present than was asked for.
+  const std::int64_t huge_bytes = nbytes / kHugePageBytes * kHugePageBytes;
+  ::madvise(begin, static_cast<std::size_t>(huge_bytes), MADV_HUGEPAGE);
+  ::madvise(begin + huge_bytes, static_cast<std::size_t>(nbytes - huge_bytes), MADV_NOHUGEPAGE);
   std::atomic<std::int64_t> next{0};
   std::atomic<int> error{0};
   auto work = [&] {

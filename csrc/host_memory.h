@@ -4,8 +4,8 @@
 
 namespace tidegate {
 
-// Makes every page of a private anonymous mapping present, with huge pages where the kernel offers them, by
-// ``num_threads`` threads. Returns 0 or an errno; ENOMEM if the memory is not there.
+// Makes every page of a private anonymous mapping present, by ``num_threads`` threads; with huge pages for all whole ones
+// from ``begin`` on where the kernel offers them. Returns 0 or an errno; ENOMEM if the memory is not there.
 int populate(std::uint8_t* begin, std::int64_t nbytes, int num_threads);
 
 // Keeps the C library's heap small and steady: few arenas, large blocks given back at once.

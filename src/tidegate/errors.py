@@ -38,6 +38,18 @@ class BudgetTooSmall(OverBudget):
         )
 
 
+class LedgerMismatch(TidegateError):
+    """The ledger and the kernel disagree about this process: somebody uses memory that was never reserved, or reserved
+    memory that nobody uses. Our bug, but one that a user can meet."""
+
+    def __init__(self, tier: str, booked_bytes: int, measured_bytes: int, accounts: str) -> None:
+        self.booked_bytes, self.measured_bytes = booked_bytes, measured_bytes
+        super().__init__(
+            f"the ledger of {tier} has {booked_bytes:,} B, the kernel says {measured_bytes:,} B ({accounts}); "
+            "please report this"
+        )
+
+
 class CheckpointError(TidegateError):
     """A checkpoint, GGUF file or store that cannot be used as it is."""
 
