@@ -7,7 +7,7 @@ not, and never evicts an expert that the same visit still needs.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Sequence
 
 from tidegate.experts.base import CacheCounters, ExpertKey, Loader, Placement
 from tidegate.experts.policy import PolicyFactory
@@ -47,7 +47,7 @@ class ExpertCache:
         """Experts that have a slot, loading ones included."""
         return frozenset(self._layers[layer].slot_of)
 
-    def visit(self, layer: int, needed: Sequence[int]) -> Iterator[Placement]:
+    def visit(self, layer: int, needed: Sequence[int]) -> Generator[Placement, None, None]:
         """All of ``needed`` (distinct ids), once each, in placements that are pinned while the caller holds them.
 
         A placement is released when the iterator advances or closes. When everything fits there is one placement.

@@ -1,0 +1,63 @@
+"""The decoder: one config-driven transformer for every family, written against the Backend.
+
+T tokens of the step, D hidden, R rows whose logits are wanted, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Generic
+
+from tidegate.backends.base import A, Backend, F32Array, StepBatch
+from tidegate.model_config import ModelConfig
+from tidegate.models.attention import GroupedAttention, LatentAttention
+from tidegate.models.moe import Activation, Experts, MoeBlock
+from tidegate.models.weights import LatentAttentionWeights, LayerWeights, MlpWeights, ModelWeights
+
+
+class Mlp(Generic[A]):
+    """The feed-forward half of a layer without experts."""
+
+    def __init__(self, weights: MlpWeights, activation: Activation, backend: Backend[A]) -> None:
+        self._weights, self._activation, self._backend = weights, activation, backend
+
+    def __call__(self, x: A) -> A:
+        """[T, D] -> [T, D], to be added to x."""
+        backend, weights = self._backend, self._weights
+        return backend.gated_mlp(backend.norm(x, weights.norm), weights.gate_up, weights.down, self._activation)
+
+
+class Decoder(Generic[A]):
+    """``experts`` is None for a model without MoE layers. The backend's KV pages are bound before the first ``forward``."""
+
+    def __init__(
+        self, config: ModelConfig, weights: ModelWeights, backend: Backend[A], experts: Experts | None = None
+    ) -> None:
+        self.config, self.weights, self.backend, self.experts = config, weights, backend, experts
+        self._activation: Activation = (config.activation, config.activation_alpha, config.activation_limit)
+        self._blocks = [block for layer in weights.layers for block in self._layer_blocks(layer)]
+
+    def forward(self, batch: StepBatch) -> F32Array:
+        """float32 [R, V], valid until the next call. Writes the step's tokens into their KV pages.
+
+        Raises ReadFailed or CorruptFile when an expert cannot be read; the same step may be tried again.
+        """
+        backend, scale = self.backend, self.config.residual_multiplier
+        backend.begin(batch)
+        x = backend.embed(self.weights.embed, self.config.embedding_multiplier)
+        mark = backend.mark()
+        for block in self._blocks:
+            backend.add(x, block(x), scale)
+            backend.release(mark)
+        return backend.logits(x, self.weights.final_norm, self.weights.head, self.config.logits_divisor)
+
+    def _layer_blocks(self, layer: LayerWeights) -> tuple[Callable[[A], A], Callable[[A], A]]:
+        attention: Callable[[A], A]
+        if isinstance(layer.attention, LatentAttentionWeights):
+            attention = LatentAttention(layer.attention, self.backend)
+        else:
+            attention = GroupedAttention(layer.attention, self.backend)
+        if isinstance(layer.feed_forward, MlpWeights):
+            return attention, Mlp(layer.feed_forward, self._activation, self.backend)
+        assert self.experts is not None
+        return attention, MoeBlock(layer.feed_forward, self._activation, self.backend, self.experts)
