@@ -13,24 +13,15 @@ from numpy.typing import NDArray
 from tidegate import _core
 from tidegate.backends.base import ExpertSlots
 from tidegate.checkpoint.reading import CHUNK_BYTES, open_files, read_failure
+from tidegate.checkpoint.store import Blob
 from tidegate.errors import CorruptFile
 from tidegate.experts.base import ExpertKey, Loader
 
 ByteArray = NDArray[np.uint8]
 
 
-@dataclass(frozen=True)
-class Blob:
-    """Where one expert's bytes are: ``file`` indexes ``BlobTable.paths``; ``offset`` is a multiple of 4096."""
-
-    file: int
-    offset: int
-    nbytes: int
-    crc32: int
-
-
 class BlobTable(Protocol):
-    """What a loader needs to know of an expert store."""
+    """What a loader needs to know of an expert store; ExpertStore is one."""
 
     @property
     def paths(self) -> Sequence[Path]: ...
