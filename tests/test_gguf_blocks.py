@@ -82,6 +82,24 @@ def test_repacking_k_quants_loses_less_than_a_thousandth(dtype):
     assert np.sqrt(np.mean((got - want) ** 2) / np.mean(want**2)) < 1e-3
 
 
+@pytest.mark.parametrize(("dtype", "middle"), [("Q2_K", 1.5), ("Q4_K", 7.5), ("Q5_K", 15.5)])
+def test_repacking_loses_as_little_when_scale_and_minimum_cancel(dtype, middle):
+    """Real weights have mean zero, so that minimum = -middle code * scale and their rounding errors weigh double."""
+    raw = random_blocks(dtype, 5, 256, 1024).reshape(-1, gguf_blocks.BLOCK_TYPES[dtype].nbytes)
+    d, dmin = F16_FIELDS[dtype]
+    step = np.abs(raw[:, d : d + 2].copy().view(np.float16).astype(np.float32))
+    raw[:, d : d + 2] = step.astype(np.float16).view(np.uint8)
+    raw[:, dmin : dmin + 2] = (step * middle).astype(np.float16).view(np.uint8)
+    if dtype == "Q2_K":
+        raw[:, :16] = (raw[:, :16] & 15) * 17
+    else:
+        raw[:, 8:12], raw[:, 12:16] = raw[:, 4:8], (raw[:, 12:16] & 15) * 17
+    codes, scales, mins, fmt = gguf_blocks.codes(dtype, raw.reshape(-1), 256, 1024)
+    got, want = pack.dequantize(codes, scales, mins, fmt), oracle(dtype, raw.reshape(-1), 256, 1024)
+    assert abs(want.mean()) < 0.1 * want.std()
+    assert np.sqrt(np.mean((got - want) ** 2) / np.mean(want**2)) < 1e-3
+
+
 def mxfp4(exponent, nibble_byte):
     return np.array([exponent] + [nibble_byte] * 16, np.uint8)
 
