@@ -1,0 +1,325 @@
+"""GGUF's tokenizer metadata -> a JSON document of the `tokenizers` library.
+
+Kinds (``tokenizer.ggml.model``): ``gpt2`` is byte-level BPE whose text is first cut by the rule that
+``tokenizer.ggml.pre`` names; ``llama`` is SentencePiece BPE, which has scores instead of merges: the pair that makes the
+piece of the highest score merges first; ``t5`` is SentencePiece unigram.
+"""
+
+from __future__ import annotations
+
+import base64
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from tidegate.checkpoint.gguf_header import LazyArray, Value
+from tidegate.errors import CheckpointError
+
+Json = dict[str, Any]
+_NORMAL, _UNKNOWN, _CONTROL, _USER_DEFINED, _UNUSED, _BYTE = 1, 2, 3, 4, 5, 6
+_SPACE = "\u2581"
+
+# How text is cut before merging, as the models' own tokenizers do it. Facts, one per published tokenizer.
+_ENGLISH = "(?i:'s|'t|'re|'ve|'m|'ll|'d)"
+_WHITESPACE = r"\s*[\r\n]+|\s+(?!\S)|\s+"
+# cl100k's rule; llama3, glm4 and qwen2 differ in how many digits stay together.
+_GPT4 = _ENGLISH + r"|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}DIGITS| ?[^\s\p{L}\p{N}]+[\r\n]*|" + _WHITESPACE
+_UPPER, _LOWER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
+_GPT4O = (
+    rf"[^\r\n\p{{L}}\p{{N}}]?{_UPPER}*{_LOWER}+ENGLISH|[^\r\n\p{{L}}\p{{N}}]?{_UPPER}+{_LOWER}*ENGLISH"
+    r"|\p{N}DIGITS| ?[^\s\p{L}\p{N}]+[\r\n/]*|" + _WHITESPACE
+)
+_O200K = _GPT4O.replace("ENGLISH", _ENGLISH + "?").replace("DIGITS", "{1,3}")
+_TEKKEN = _GPT4O.replace("ENGLISH", "").replace("DIGITS", "")
+_LLAMA3 = _GPT4.replace("DIGITS", "{1,3}")
+_QWEN2 = _GPT4.replace("DIGITS", "")
+_QWEN35 = _QWEN2.replace(r"?\p{L}+", r"?[\p{L}\p{M}]+").replace(r"[^\s\p{L}\p{N}]+", r"[^\s\p{L}\p{M}\p{N}]+")
+_DEEPSEEK_V3 = (
+    r"\p{N}{1,3}",
+    "[\u4e00-\u9fa5\u3040-\u309f\u30a0-\u30ff]+",
+    r"[!\"#$%&'()*+,\-./:;<=>?@\[\\\]^_`{|}~][A-Za-z]+|[^\r\n\p{L}\p{P}\p{S}]?[\p{L}\p{M}]+| ?[\p{P}\p{S}]+[\r\n]*|"
+    + _WHITESPACE,
+)
+_HAN_TO_HANGUL = "[\u4e00-\u9fa5\u0800-\u4e00\uac00-\ud7ff]+"
+_DEEPSEEK_LLM = (
+    r"[\r\n]",
+    r"\s?[\p{Lu}\p{Ll}\p{Lt}]+",
+    "\\s?[!-/:-~\uff01-\uff0f\uff1a-\uff5e\u2018-\u201f\u3000-\u3002]+",
+    r"\s+$",
+    _HAN_TO_HANGUL,
+    r"\p{N}+",
+)
+_DEEPSEEK_CODER = (r"[\r\n]", r"\s?\p{L}+", r"\s?\p{P}+", _HAN_TO_HANGUL, r"\p{N}")
+_GPT2, _DIGITS = "gpt2", r"\p{N}"  # "gpt2": the byte-level step's own rule
+
+_CUTS: dict[str, tuple[str, ...]] = {
+    **dict.fromkeys(("gpt-2", "default", "olmo", "dolma", "mpt", "phi-2", "jais", "trillion", "granite-docling"), (_GPT2,)),
+    **dict.fromkeys(("smollm", "starcoder", "refact", "command-r", "codeshell", "exaone", "minerva-7b"), (_DIGITS, _GPT2)),
+    **dict.fromkeys(("llama3", "llama-v3", "llama-bpe", "falcon3", "dbrx", "smaug-bpe", "glm4", "chatglm-bpe"), (_LLAMA3,)),
+    **dict.fromkeys(("qwen2", "deepseek-r1-qwen", "stablelm2", "megrez", "hunyuan", "grok-2"), (_QWEN2,)),
+    **dict.fromkeys(("gpt-4o", "llama4"), (_O200K,)),
+    **dict.fromkeys(("deepseek-v3", "hunyuan-dense"), _DEEPSEEK_V3),
+    "qwen35": (_QWEN35,),
+    "tekken": (_TEKKEN,),
+    "deepseek-llm": _DEEPSEEK_LLM,
+    "deepseek-coder": _DEEPSEEK_CODER,
+}  # fmt: skip
+_WHOLE_WORDS_FIRST = ("llama3", "llama-v3", "llama-bpe", "falcon3", "tekken", "gpt-4o", "llama4")
+_ADDS_BOS = ("llama3", "llama-v3", "llama-bpe", "falcon3", "tekken")
+_NFC = ("qwen2", "qwen35", "deepseek-r1-qwen", "olmo", "dolma", "megrez")
+_UNNAMED_CUTS = {"qwen2moe": "qwen2", "qwen3": "qwen2", "qwen3moe": "qwen2"}
+_ENDS = {
+    "<|im_end|>", "<|eot_id|>", "<|eom_id|>", "<|end_of_text|>", "<|endoftext|>", "<end_of_turn>", "<|return|>", "<|call|>",
+    "<\uff5cend\u2581of\u2581sentence\uff5c>",
+}  # fmt: skip
+
+
+def build_tokenizer_json(path: Path, metadata: Mapping[str, Value]) -> str | None:
+    """The JSON document, None for a file without a tokenizer. Raises CheckpointError for a kind or rule we do not know
+    and for arrays that do not fit together."""
+    kind = metadata.get("tokenizer.ggml.model")
+    if kind is None or kind == "none" or "tokenizer.ggml.tokens" not in metadata:
+        return None
+    vocabulary = _Vocabulary(path, metadata)
+    if kind not in _BUILDERS:
+        raise CheckpointError(f"{path}: tokenizer.ggml.model {kind!r} is not supported; supported are {', '.join(_BUILDERS)}")
+    document = {
+        "version": "1.0",
+        "truncation": None,
+        "padding": None,
+        "added_tokens": vocabulary.added_tokens(),
+        **_BUILDERS[str(kind)](vocabulary),
+    }
+    template = vocabulary.template()
+    if template is not None:
+        document["post_processor"] = template
+    return json.dumps(document, ensure_ascii=False)
+
+
+def adds_bos(metadata: Mapping[str, Value]) -> bool:
+    """Whether a text starts with the bos token: the file's word, else the kind's habit."""
+    value = metadata.get("tokenizer.ggml.add_bos_token")
+    if isinstance(value, bool):
+        return value
+    return metadata.get("tokenizer.ggml.model") == "llama" or metadata.get("tokenizer.ggml.pre") in _ADDS_BOS
+
+
+def token_text(tokens: Sequence[str], token_id: Value | None) -> str | None:
+    """Text of a token that the metadata names by id; None without one or out of range."""
+    if isinstance(token_id, bool) or not isinstance(token_id, int) or not 0 <= token_id < len(tokens):
+        return None
+    return tokens[token_id]
+
+
+def end_token_ids(tokens: Sequence[str], metadata: Mapping[str, Value]) -> list[int]:
+    """Control tokens by whose text one knows that they end a turn, for files whose metadata names only one of several."""
+    types = _load_numbers(metadata.get("tokenizer.ggml.token_type"))
+    if types is None or len(types) != len(tokens):
+        return []
+    return [i for i in np.flatnonzero(types == _CONTROL).tolist() if tokens[i] in _ENDS]
+
+
+class _Vocabulary:
+    """Tokens with types and scores, checked to be of one length."""
+
+    def __init__(self, path: Path, metadata: Mapping[str, Value]) -> None:
+        self.path, self.metadata = path, metadata
+        array = metadata["tokenizer.ggml.tokens"]
+        if not isinstance(array, LazyArray) or array.kind != "string":
+            raise CheckpointError(f"{path}: tokenizer.ggml.tokens must be an array of strings")
+        self.tokens = [str(token) for token in array.load()]
+        types = _load_numbers(metadata.get("tokenizer.ggml.token_type"))
+        self.types = [_NORMAL] * len(self.tokens) if types is None else [int(t) for t in types]
+        scores = _load_numbers(metadata.get("tokenizer.ggml.scores"))
+        self.scores = [0.0] * len(self.tokens) if scores is None else [float(s) for s in scores]
+        if not len(self.tokens) == len(self.types) == len(self.scores):
+            counts = f"{len(self.tokens)} tokens, {len(self.types)} types, {len(self.scores)} scores"
+            raise CheckpointError(f"{path}: tokenizer arrays differ in length: {counts}")
+        self.ids = {token: token_id for token_id, token in reversed(list(enumerate(self.tokens)))}
+
+    @property
+    def cut(self) -> str:
+        """The name of the rule that cuts text."""
+        name = self.metadata.get("tokenizer.ggml.pre")
+        if name is None:
+            name = _UNNAMED_CUTS.get(str(self.metadata.get("general.architecture")), "default")
+        if name not in _CUTS:
+            raise CheckpointError(f"{self.path}: tokenizer.ggml.pre {name!r} is not supported; supported are {', '.join(_CUTS)}")
+        return str(name)
+
+    @property
+    def space_prefix(self) -> bool:
+        return bool(self.metadata.get("tokenizer.ggml.add_space_prefix", True))
+
+    def special(self, name: str) -> str | None:
+        return token_text(self.tokens, self.metadata.get(f"tokenizer.ggml.{name}_token_id"))
+
+    def added_tokens(self) -> list[Json]:
+        """Control, unknown and user-defined tokens, found in text before anything else; the first two are special."""
+        named = {self.metadata.get(f"tokenizer.ggml.{name}_token_id") for name in ("bos", "eos")}
+        return [
+            {
+                "id": token_id,
+                "content": token,
+                "single_word": False,
+                "lstrip": False,
+                "rstrip": False,
+                "normalized": False,
+                "special": kind != _USER_DEFINED,
+            }
+            for token_id, (token, kind) in enumerate(zip(self.tokens, self.types, strict=True))
+            if token and (kind in (_CONTROL, _UNKNOWN, _USER_DEFINED) or token_id in named) and self.ids[token] == token_id
+        ]
+
+    def template(self) -> Json | None:
+        """Puts bos in front and eos behind, as far as the file asks for it."""
+        bos = self.special("bos") if adds_bos(self.metadata) else None
+        eos = self.special("eos") if self.metadata.get("tokenizer.ggml.add_eos_token") is True else None
+        if bos is None and eos is None:
+            return None
+
+        def around(sequence: str, type_id: int) -> list[Json]:
+            ends = [{"SpecialToken": {"id": token, "type_id": type_id}} if token else None for token in (bos, eos)]
+            return [part for part in (ends[0], {"Sequence": {"id": sequence, "type_id": type_id}}, ends[1]) if part]
+
+        return {
+            "type": "TemplateProcessing",
+            "single": around("A", 0),
+            "pair": around("A", 0) + around("B", 1),
+            "special_tokens": {
+                token: {"id": token, "ids": [self.ids[token]], "tokens": [token]} for token in (bos, eos) if token
+            },
+        }
+
+
+def _byte_level(vocabulary: _Vocabulary) -> Json:
+    array = vocabulary.metadata.get("tokenizer.ggml.merges")
+    if not isinstance(array, LazyArray) or array.kind != "string":
+        raise CheckpointError(f"{vocabulary.path}: tokenizer.ggml.merges must be an array of strings")
+    name = vocabulary.cut
+    cuts = _CUTS[name]
+    steps: list[Json] = [
+        {"type": "Split", "pattern": {"Regex": regex}, "behavior": "Isolated", "invert": False}
+        for regex in cuts
+        if regex != _GPT2
+    ]
+    steps.append({"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": False, "use_regex": _GPT2 in cuts})
+    model = _bpe(vocabulary, _split_merges(vocabulary, [str(merge) for merge in array.load()]))
+    return {
+        "normalizer": {"type": "NFC"} if name in _NFC else None,
+        "pre_tokenizer": {"type": "Sequence", "pretokenizers": steps},
+        "post_processor": None,
+        "decoder": {"type": "ByteLevel", "add_prefix_space": True, "trim_offsets": True, "use_regex": True},
+        "model": {**model, "ignore_merges": name in _WHOLE_WORDS_FIRST},
+    }
+
+
+def _split_merges(vocabulary: _Vocabulary, merges: list[str]) -> list[tuple[str, str]]:
+    pairs = []
+    for merge in merges:
+        at = merge.find(" ", 1)
+        left, right = merge[:at], merge[at + 1 :]
+        if at < 0 or left not in vocabulary.ids or right not in vocabulary.ids or left + right not in vocabulary.ids:
+            raise CheckpointError(f"{vocabulary.path}: tokenizer.ggml.merges has {merge!r}, which is no pair of tokens")
+        pairs.append((left, right))
+    return pairs
+
+
+def _bpe(vocabulary: _Vocabulary, merges: list[tuple[str, str]]) -> Json:
+    return {
+        "type": "BPE",
+        "dropout": None,
+        "unk_token": None,
+        "continuing_subword_prefix": None,
+        "end_of_word_suffix": None,
+        "fuse_unk": False,
+        "byte_fallback": False,
+        "vocab": vocabulary.ids,
+        "merges": merges,
+    }
+
+
+def _sentencepiece_bpe(vocabulary: _Vocabulary) -> Json:
+    normalizers: list[Json] = [{"type": "Replace", "pattern": {"String": " "}, "content": _SPACE}]
+    decoders: list[Json] = [
+        {"type": "Replace", "pattern": {"String": _SPACE}, "content": " "},
+        {"type": "ByteFallback"},
+        {"type": "Fuse"},
+    ]
+    if vocabulary.space_prefix:
+        normalizers.insert(0, {"type": "Prepend", "prepend": _SPACE})
+        decoders.append({"type": "Strip", "content": " ", "start": 1, "stop": 0})
+    unknown = [token for token, kind in zip(vocabulary.tokens, vocabulary.types, strict=True) if kind == _UNKNOWN]
+    model = _bpe(vocabulary, _merges_by_score(vocabulary))
+    return {
+        "normalizer": {"type": "Sequence", "normalizers": normalizers},
+        "pre_tokenizer": None,
+        "post_processor": None,
+        "decoder": {"type": "Sequence", "decoders": decoders},
+        "model": {
+            **model,
+            "unk_token": unknown[0] if unknown else vocabulary.special("unknown"),
+            "fuse_unk": True,
+            "byte_fallback": _BYTE in vocabulary.types,
+        },
+    }
+
+
+def _merges_by_score(vocabulary: _Vocabulary) -> list[tuple[str, str]]:
+    """Every way to make a piece of two others, best score first. SentencePiece merges the adjacent pair whose union has
+    the highest score, so pairs of one piece share its rank."""
+    mergeable = [
+        (vocabulary.scores[token_id], token)
+        for token_id, token in enumerate(vocabulary.tokens)
+        if vocabulary.types[token_id] == _NORMAL and len(token) > 1
+    ]
+    mergeable.sort(key=lambda scored: -scored[0])
+    parts = {token for token, kind in zip(vocabulary.tokens, vocabulary.types, strict=True) if kind in (_NORMAL, _UNUSED)}
+    return [
+        (token[:at], token[at:])
+        for _, token in mergeable
+        for at in range(1, len(token))
+        if token[:at] in parts and token[at:] in parts
+    ]
+
+
+def _unigram(vocabulary: _Vocabulary) -> Json:
+    normalizers: list[Json] = []
+    charsmap = _load_numbers(vocabulary.metadata.get("tokenizer.ggml.precompiled_charsmap"))
+    if charsmap is not None and len(charsmap):
+        text = base64.b64encode(charsmap.astype(np.uint8).tobytes()).decode()
+        normalizers.append({"type": "Precompiled", "precompiled_charsmap": text})
+    if vocabulary.metadata.get("tokenizer.ggml.remove_extra_whitespaces") is True:
+        normalizers.append({"type": "Strip", "strip_left": True, "strip_right": True})
+        normalizers.append({"type": "Replace", "pattern": {"Regex": " {2,}"}, "content": " "})
+    metaspace = {
+        "type": "Metaspace",
+        "replacement": _SPACE,
+        "prepend_scheme": "always" if vocabulary.space_prefix else "never",
+        "split": True,
+    }
+    unknown = vocabulary.metadata.get("tokenizer.ggml.unknown_token_id")
+    if unknown is None and _UNKNOWN in vocabulary.types:
+        unknown = vocabulary.types.index(_UNKNOWN)
+    return {
+        "normalizer": {"type": "Sequence", "normalizers": normalizers},
+        "pre_tokenizer": metaspace,
+        "post_processor": None,
+        "decoder": metaspace,
+        "model": {
+            "type": "Unigram",
+            "unk_id": unknown,
+            "vocab": list(zip(vocabulary.tokens, vocabulary.scores, strict=True)),
+            "byte_fallback": _BYTE in vocabulary.types,
+        },
+    }
+
+
+def _load_numbers(value: Value | None) -> Any:
+    return np.asarray(value.load()) if isinstance(value, LazyArray) and value.kind != "string" else None
+
+
+_BUILDERS = {"gpt2": _byte_level, "llama": _sentencepiece_bpe, "t5": _unigram}
