@@ -26,7 +26,7 @@ def open_files(
     try:
         return _core.FileSet([str(path) for path in paths], reader or _core.PosixReader(), page_cache)
     except OSError as error:
-        raise CheckpointError(f"{error.args[1]}: cannot be opened for reading") from error
+        raise CheckpointError(f"cannot open {error.args[1]}") from error
 
 
 def read_into(
