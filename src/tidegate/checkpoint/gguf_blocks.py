@@ -52,8 +52,9 @@ def _f16(blocks_Bb: ByteArray, start: int, count: int = 1) -> F32Array:
 def _planes(packed_Bb: ByteArray, bits: int, run: int) -> ByteArray:
     """Unpack ``bits``-wide fields: runs of ``run`` bytes hold run*8/bits values, lowest bits first across the run."""
     shifts = np.arange(0, 8, bits, dtype=np.uint8)[:, None]
-    runs = packed_Bb.reshape(len(packed_Bb), -1, 1, run)
-    return ((runs >> shifts) & np.uint8((1 << bits) - 1)).reshape(len(packed_Bb), -1)
+    blocks, nbytes = packed_Bb.shape
+    runs = packed_Bb.reshape(blocks, nbytes // run, 1, run)
+    return ((runs >> shifts) & np.uint8((1 << bits) - 1)).reshape(blocks, nbytes * 8 // bits)
 
 
 def _fifth_bit(blocks_Bb: ByteArray, start: int) -> ByteArray:

@@ -67,8 +67,7 @@ _CUTS: dict[str, tuple[str, ...]] = {
     "deepseek-llm": _DEEPSEEK_LLM,
     "deepseek-coder": _DEEPSEEK_CODER,
 }  # fmt: skip
-_WHOLE_WORDS_FIRST = ("llama3", "llama-v3", "llama-bpe", "falcon3", "tekken", "gpt-4o", "llama4")
-_ADDS_BOS = ("llama3", "llama-v3", "llama-bpe", "falcon3", "tekken")
+_LLAMA3_KINDS = ("llama3", "llama-v3", "llama-bpe", "falcon3", "tekken")
 _NFC = ("qwen2", "qwen35", "deepseek-r1-qwen", "olmo", "dolma", "megrez")
 _UNNAMED_CUTS = {"qwen2moe": "qwen2", "qwen3": "qwen2", "qwen3moe": "qwen2"}
 _ENDS = {
@@ -104,7 +103,7 @@ def adds_bos(metadata: Mapping[str, Value]) -> bool:
     value = metadata.get("tokenizer.ggml.add_bos_token")
     if isinstance(value, bool):
         return value
-    return metadata.get("tokenizer.ggml.model") == "llama" or metadata.get("tokenizer.ggml.pre") in _ADDS_BOS
+    return metadata.get("tokenizer.ggml.model") == "llama" or metadata.get("tokenizer.ggml.pre") in _LLAMA3_KINDS
 
 
 def token_text(tokens: Sequence[str], token_id: Value | None) -> str | None:
@@ -213,7 +212,7 @@ def _byte_level(vocabulary: _Vocabulary) -> Json:
         "pre_tokenizer": {"type": "Sequence", "pretokenizers": steps},
         "post_processor": None,
         "decoder": {"type": "ByteLevel", "add_prefix_space": True, "trim_offsets": True, "use_regex": True},
-        "model": {**model, "ignore_merges": name in _WHOLE_WORDS_FIRST},
+        "model": {**model, "ignore_merges": name in _LLAMA3_KINDS},
     }
 
 
