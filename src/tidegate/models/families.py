@@ -14,6 +14,8 @@ from tidegate.checkpoint.sources import WeightMap
 from tidegate.errors import UnknownArchitecture
 from tidegate.model_config import AttentionConfig, ModelConfig, MoeConfig, RopeConfig
 from tidegate.models.config_keys import ConfigKeys
+from tidegate.models.families_gguf import GgufWeights
+from tidegate.models.families_hf import HfWeights
 from tidegate.models.families_parts import (
     grouped_attention,
     latent_attention,
@@ -24,7 +26,6 @@ from tidegate.models.families_parts import (
     windows_by_type,
 )
 from tidegate.models.families_rope import rope_config
-from tidegate.models.families_weights import HfWeights, check_hf_weights
 
 _QUANTIZATIONS = ("fp8", "mxfp4")
 
@@ -51,8 +52,9 @@ def model_config(config: Mapping[str, Any]) -> ModelConfig:
 def weight_map(checkpoint: Checkpoint, config: ModelConfig) -> WeightMap:
     """Where every weight is in ``checkpoint``. Raises BadTensor (file, tensor, wanted, got) unless every tensor that the
     model needs is there with its shape, and nothing else that would change the answer. Reads headers only."""
-    check_hf_weights(checkpoint, config)
-    return HfWeights(checkpoint, config)
+    weights = (GgufWeights if checkpoint.kind == "gguf" else HfWeights)(checkpoint, config)
+    weights.check()
+    return weights
 
 
 def _model(

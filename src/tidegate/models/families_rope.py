@@ -28,7 +28,8 @@ _NOT_PARAMS = ("rope_type", "type", "rope_theta", "partial_rotary_factor", "orig
 def rope_config(
     keys: ConfigKeys, head_dim: int, *, theta: float = 10000.0, partial: float = 1.0, interleaved: bool = False
 ) -> RopeConfig:
-    """``theta`` and ``partial`` are the family's defaults. Raises CheckpointError naming the key."""
+    """``theta``, ``partial`` and ``interleaved`` are the family's defaults; GGUF files of some families are permuted and say so.
+    Raises CheckpointError naming the key."""
     params = _merged(keys)
     kind = params.get("rope_type", params.get("type", "default"))
     if kind not in _KINDS:
@@ -53,7 +54,7 @@ def rope_config(
     return RopeConfig(
         dims=dims,
         theta=inner.number("rope_theta", default=theta),
-        interleaved=interleaved,
+        interleaved=keys.flag("tidegate_rope_interleaved", default=interleaved),
         scaling=scaling,
         original_max_positions=original,
         params=extra if scaling != "default" else {},
