@@ -157,7 +157,7 @@ class TinyModel:
 
 
 def tiny_model(
-    folder: Path,
+    source: Path | Checkpoint,
     make_backend: Callable[[], Backend[Any]],
     *,
     experts: Format = F32,
@@ -167,8 +167,8 @@ def tiny_model(
     context_tokens: int = 128,
     num_pages: int = 32,
 ) -> TinyModel:
-    """The model of a Hugging Face folder. ``capacity``: expert slots of every MoE layer (default: all)."""
-    checkpoint = HfCheckpoint(folder)
+    """The model of a checkpoint or Hugging Face folder. ``capacity``: expert slots of every MoE layer (default: all)."""
+    checkpoint = source if isinstance(source, Checkpoint) else HfCheckpoint(source)
     config = model_config(checkpoint.config)
     weights = weight_map(checkpoint, config)
     routed = memory = None
