@@ -1,0 +1,50 @@
+// Attention over paged keys and values. The order of a query's float operations depends on its position alone: neither on
+// the chunk or batch it comes in nor on the threads (attention_kernels.h has the inner part of that promise).
+#pragma once
+#include <cstdint>
+
+#include "compute.h"
+#include "step.h"
+
+namespace tidegate {
+
+// RMSNorm, or LayerNorm if there is a bias. Borrowed.
+struct NormWeights {
+  const float* weight = nullptr;
+  const float* bias = nullptr;
+  float eps = 0.0f;
+};
+
+// y may be x. Rows of n numbers.
+void norm_row(const FloatKernels& kernels, const NormWeights& norm, const float* x, float* y, std::int64_t n);
+Matrix norm(Compute& compute, const Matrix& x, const NormWeights& norm);
+
+// A layer's grouped-query attention. Pointers are borrowed.
+struct GroupedAttention {
+  enum class QkNorm { none, head, full };
+
+  int layer = 0, num_heads = 0, num_kv_heads = 0, head_dim = 0, v_head_dim = 0;
+  float scale = 1.0f;
+  float clip = 0.0f;  // q, k and v are clipped to [-clip, clip]; 0: not
+  int window = 0;     // a token sees itself and window - 1 before it; 0: all
+  QkNorm qk_norm = QkNorm::none;
+  NormWeights q_norm, k_norm;
+  const float* sinks = nullptr;  // [num_heads]
+  RopeTable* rope = nullptr;
+};
+
+// qkv [T, (H + KV) * head_dim + KV * v_head_dim] -> [T, H * v_head_dim]. Writes the step's keys and values first.
+// Throws std::invalid_argument on a qkv or a cache of another shape.
+Matrix attend(Compute& compute, const KvPages& kv, const Step& step, const GroupedAttention& layer, const Matrix& qkv);
+
+// The part that grouped and latent attention share: scaled and rotated queries against what is cached.
+struct Queries {
+  const float* rows;  // [kv_heads][T * group][k_dim]: row t * group + j is head j of the group of token t
+  int group, k_dim, v_dim, v_stride;
+  int layer, window;
+  const float* sinks;  // [kv_heads * group] or null
+};
+// out [T, kv_heads * group * v_dim]
+void attend_cached(Compute& compute, const KvPages& kv, const Step& step, const Queries& queries, const Matrix& out);
+
+}  // namespace tidegate

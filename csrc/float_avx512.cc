@@ -1,0 +1,11 @@
+#if defined(__AVX512F__)
+#include "attention_kernels.h"
+#include "row_kernels.h"
+
+namespace tidegate {
+
+extern const FloatKernels float_avx512;
+const FloatKernels float_avx512 = {rms_norm, layer_norm, rotate, to_half, attend_block, merge, finish, dots, exp_sum};
+
+}  // namespace tidegate
+#endif
