@@ -33,14 +33,14 @@ class Writer {
     const int group = a_.num_heads / a_.num_kv_heads, k_dim = a_.head_dim;
     const std::int64_t q_width = static_cast<std::int64_t>(a_.num_heads) * k_dim;
     const std::int64_t k_width = static_cast<std::int64_t>(a_.num_kv_heads) * k_dim;
-    const float* q = normed_projection(qkv, a_.q_norm, q_width, scratch);
+    const float* q = normed_projection(qkv, a_.q_norm, scratch);
     for (int h = 0; h < a_.num_heads; ++h) {
       const int kv_head = h / group, j = h % group;
       float* const row = q_rows + ((kv_head * step_.num_tokens() + t) * group + j) * k_dim;
       prepare_head(t, q + h * k_dim, a_.q_norm, row);
       for (int d = 0; d < k_dim; ++d) row[d] *= a_.scale;
     }
-    const float* k = normed_projection(qkv + q_width, a_.k_norm, k_width, scratch);
+    const float* k = normed_projection(qkv + q_width, a_.k_norm, scratch);
     const float* v = qkv + q_width + k_width;
     for (int h = 0; h < a_.num_kv_heads; ++h) {
       prepare_head(t, k + h * k_dim, a_.k_norm, scratch.head);
@@ -52,15 +52,15 @@ class Writer {
   }
 
  private:
-  const float* normed_projection(const float* x, const NormWeights& norm, std::int64_t n, const TokenScratch& s) const {
+  const float* normed_projection(const float* x, const NormWeights& norm, const TokenScratch& s) const {
     if (a_.qk_norm != GroupedAttention::QkNorm::full) return x;
-    norm_row(kernels_, norm, x, s.projection, n);
+    norm_row(kernels_, norm, x, s.projection);
     return s.projection;
   }
 
   void prepare_head(std::int64_t t, const float* x, const NormWeights& norm, float* y) const {
     if (a_.qk_norm == GroupedAttention::QkNorm::head)
-      norm_row(kernels_, norm, x, y, a_.head_dim);
+      norm_row(kernels_, norm, x, y);
     else
       std::memcpy(y, x, static_cast<std::size_t>(a_.head_dim) * sizeof(float));
     if (a_.clip > 0.0f) clip(y, a_.head_dim, a_.clip);
@@ -98,20 +98,29 @@ class Writer {
   const GroupedAttention& a_;
 };
 
-void check(const KvPages& kv, const Step& step, const GroupedAttention& a, const Matrix& qkv) {
-  require(a.num_heads > 0 && a.num_kv_heads > 0 && a.num_heads % a.num_kv_heads == 0, "heads are not whole groups");
+void check_input(const KvPages& kv, const Step& step, const GroupedAttention& a, const Matrix& qkv) {
   require(kv.kv_heads() == a.num_kv_heads && kv.k_dim() == a.head_dim && kv.v_dim() == a.v_head_dim &&
               a.layer < kv.num_layers(), "the KV cache has another shape");
   require(qkv.rows == step.num_tokens(), "qkv has not one row a token");
   require(qkv.cols == static_cast<std::int64_t>(a.num_heads + a.num_kv_heads) * a.head_dim +
                           static_cast<std::int64_t>(a.num_kv_heads) * a.v_head_dim, "qkv has another width");
-  require(a.rope == nullptr || a.rope->dims() <= a.head_dim, "more dimensions rotate than a head has");
 }
 
 }  // namespace
 
+void check_layer(const GroupedAttention& a) {
+  require(a.num_heads > 0 && a.num_kv_heads > 0 && a.num_heads % a.num_kv_heads == 0, "heads are not whole groups");
+  require(a.head_dim > 0 && a.v_head_dim > 0 && a.layer >= 0 && a.window >= 0, "sizes must be positive");
+  require(a.rope == nullptr || a.rope->dims() <= a.head_dim, "more dimensions rotate than a head has");
+  if (a.qk_norm == GroupedAttention::QkNorm::none) return;
+  const bool by_head = a.qk_norm == GroupedAttention::QkNorm::head;
+  require(a.q_norm.width == static_cast<std::int64_t>(a.head_dim) * (by_head ? 1 : a.num_heads) &&
+              a.k_norm.width == static_cast<std::int64_t>(a.head_dim) * (by_head ? 1 : a.num_kv_heads),
+          "norms of q and k have another width");
+}
+
 Matrix attend(Compute& compute, const KvPages& kv, const Step& step, const GroupedAttention& layer, const Matrix& qkv) {
-  check(kv, step, layer, qkv);
+  check_input(kv, step, layer, qkv);
   if (layer.rope != nullptr) layer.rope->prepare(step);
   const std::int64_t tokens = step.num_tokens();
   const Matrix out = compute.workspace.matrix(tokens, static_cast<std::int64_t>(layer.num_heads) * layer.v_head_dim);

@@ -13,10 +13,12 @@ struct NormWeights {
   const float* weight = nullptr;
   const float* bias = nullptr;
   float eps = 0.0f;
+  std::int64_t width = 0;
 };
 
-// y may be x. Rows of n numbers.
-void norm_row(const FloatKernels& kernels, const NormWeights& norm, const float* x, float* y, std::int64_t n);
+// One row of norm.width numbers; y may be x.
+void norm_row(const FloatKernels& kernels, const NormWeights& norm, const float* x, float* y);
+// Throws std::invalid_argument on rows of another width.
 Matrix norm(Compute& compute, const Matrix& x, const NormWeights& norm);
 
 // A layer's grouped-query attention. Pointers are borrowed.
@@ -32,6 +34,9 @@ struct GroupedAttention {
   const float* sinks = nullptr;  // [num_heads]
   RopeTable* rope = nullptr;
 };
+
+// Throws std::invalid_argument if the parts do not fit together.
+void check_layer(const GroupedAttention& layer);
 
 // qkv [T, (H + KV) * head_dim + KV * v_head_dim] -> [T, H * v_head_dim]. Writes the step's keys and values first.
 // Throws std::invalid_argument on a qkv or a cache of another shape.

@@ -5,7 +5,7 @@
 namespace tidegate {
 
 extern const FloatKernels float_avx512;
-const FloatKernels float_avx512 = {rms_norm, layer_norm, rotate, to_half, attend_block, merge, finish, dots, exp_sum};
+const FloatKernels float_avx512 = {rms_norm, layer_norm, rotate, to_half, attend_block, merge, finish, dots};
 
 }  // namespace tidegate
 #endif

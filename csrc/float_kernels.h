@@ -52,8 +52,6 @@ struct FloatKernels {
   // out[t * out_stride + c] = x[t] . w[c] for rows of n numbers.
   void (*dots)(const float* x, std::int64_t num_x, const float* w, std::int64_t num_w, std::int64_t n, float* out,
                std::int64_t out_stride);
-  // y = e^(scale * (x - max)); returns the sum (16 float64 partial sums, then across). y may be x.
-  double (*exp_sum)(const float* x, float max, float scale, float* y, std::int64_t n);
 };
 
 const FloatKernels& float_kernels(Isa isa);

@@ -1,4 +1,4 @@
-// Kernels over rows of numbers: norms, rotation, dot products, exponentials. Included by float_{avx512,avx2,portable}.cc only.
+// Kernels over rows of numbers: norms, rotation, dot products. Included by float_{avx512,avx2,portable}.cc only.
 #pragma once
 #include "float_kernels.h"
 #include "vec16.h"
@@ -123,21 +123,6 @@ void dots(const float* x, std::int64_t num_x, const float* w, std::int64_t num_w
   std::int64_t t = 0;
   for (; t + kTile <= num_x; t += kTile) dot_rows<kTile>(x + t * n, w, num_w, n, out + t * out_stride, out_stride);
   for (; t < num_x; ++t) dot_rows<1>(x + t * n, w, num_w, n, out + t * out_stride, out_stride);
-}
-
-double exp_sum(const float* x, float max, float scale, float* y, std::int64_t n) {
-  const Vec16 offset = broadcast(max), factor = broadcast(scale);
-  double sums[kLanes] = {};
-  for_row(n, [&](std::int64_t i, int lanes) {
-    const Vec16 e = exp_of((load_up_to(x + i, lanes) - offset) * factor);
-    store_up_to(y + i, e, lanes);
-    float now[kLanes];
-    lanes_of(e, now);
-    for (int j = 0; j < lanes; ++j) sums[j] += static_cast<double>(now[j]);
-  });
-  for (int width = kLanes / 2; width > 0; width /= 2)
-    for (int j = 0; j < width; ++j) sums[j] += sums[j + width];
-  return sums[0];
 }
 
 }  // namespace

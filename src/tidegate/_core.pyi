@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from enum import Enum
 
-from tidegate.backends.base import ByteArray, F32Array
+from tidegate.backends.base import ByteArray, F32Array, I32Array
 
 version: str
 
@@ -25,6 +25,66 @@ class Compute:
     def numpy(self, x: Matrix) -> F32Array: ...
 
 def available_isas() -> list[str]: ...
+
+# ---- step.h, attention.h
+
+PAGE_TOKENS: int
+
+class KvPages:
+    def __init__(
+        self, memory: ByteArray, num_layers: int, kv_heads: int, k_dim: int, v_dim: int, is_half: bool
+    ) -> None: ...
+    num_pages: int
+
+class Step:
+    def __init__(self, positions_T: I32Array, sequence_T: I32Array, block_tables: I32Array, num_pages: int) -> None: ...
+
+class RopeTable:
+    def __init__(self, inv_freq: F32Array, factor: float, interleaved: bool) -> None: ...
+
+class NormWeights:
+    def __init__(self, weight: F32Array, bias: F32Array | None, eps: float) -> None: ...
+
+class GroupedAttention:
+    def __init__(
+        self,
+        layer: int,
+        num_heads: int,
+        num_kv_heads: int,
+        head_dim: int,
+        v_head_dim: int,
+        scale: float,
+        clip: float,
+        window: int,
+        qk_norm: str,
+        q_norm: NormWeights | None,
+        k_norm: NormWeights | None,
+        sinks: F32Array | None,
+        rope: RopeTable | None,
+    ) -> None: ...
+
+def norm(compute: Compute, x: Matrix, weights: NormWeights) -> Matrix: ...
+def attend(compute: Compute, kv: KvPages, step: Step, layer: GroupedAttention, qkv: Matrix) -> Matrix: ...
+
+# ---- route.h
+
+class RouterParams:
+    def __init__(
+        self,
+        weight_ED: F32Array,
+        bias_E: F32Array | None,
+        correction_E: F32Array | None,
+        top_k: int,
+        scoring: str,
+        normalize: bool,
+        scaling: float,
+        num_groups: int,
+        topk_groups: int,
+        group_best: int,
+        jitter: float,
+    ) -> None: ...
+
+def route(compute: Compute, x: Matrix, router: RouterParams) -> tuple[I32Array, F32Array]: ...
 
 # ---- host_memory.h, block_reader.h, faulty_reader.h, file_set.h
 

@@ -8,24 +8,22 @@ from __future__ import annotations
 import os
 
 from tidegate import _core
-from tidegate._core import Matrix
-from tidegate.backends.base import Backend, ByteArray, KvLayout, StepBatch
+from tidegate.backends.base import ByteArray, StepBatch
+from tidegate.backends.cpu_attention import AttentionOps
 from tidegate.errors import UsageError
 
 
-class CpuBackend(Backend[Matrix]):
+class CpuBackend(AttentionOps):
     """``threads`` includes the calling thread. ``workspace`` (uint8, 64-byte aligned) holds every array of a step; an
     operation that does not fit raises OverBudget."""
 
     def __init__(self, threads: int, workspace: ByteArray, isa: str | None = None) -> None:
-        self.compute = _core.Compute(threads, workspace, _choose_isa(isa or os.environ.get("TIDEGATE_ISA")))
-
-    def bind_kv(self, layout: KvLayout, pages: ByteArray) -> None:
-        self._kv_layout, self._kv_pages = layout, pages
+        super().__init__(_core.Compute(threads, workspace, _choose_isa(isa or os.environ.get("TIDEGATE_ISA"))))
 
     def begin(self, batch: StepBatch) -> None:
         self._batch = batch
         self.compute.release(0)
+        self._begin_attention(batch)
 
     def mark(self) -> int:
         return self.compute.mark()

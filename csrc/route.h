@@ -1,0 +1,33 @@
+// Which experts a token goes to: router logits, and the rules that models have for choosing from them.
+#pragma once
+#include <cstdint>
+
+#include "compute.h"
+
+namespace tidegate {
+
+enum class Scoring { softmax, topk_softmax, sigmoid, sparsemixer };
+
+// MoeConfig of model_config.py and the router's weights (borrowed).
+struct RouterParams {
+  const float* weight = nullptr;      // [num_experts][hidden]
+  const float* bias = nullptr;        // [num_experts] or null, added to the logits
+  const float* correction = nullptr;  // [num_experts] or null, added to the scores for choosing only
+  std::int64_t hidden = 0;
+  int num_experts = 0, top_k = 0;
+  Scoring scoring = Scoring::softmax;
+  bool normalize = false;
+  double scaling = 1.0;
+  int num_groups = 1, topk_groups = 1;
+  int group_best = 1;  // a group's score is the sum of its best 1 or 2 experts
+  double jitter = 0.0;
+};
+
+// Throws std::invalid_argument if fewer than top_k experts can ever be chosen.
+void check_router(const RouterParams& router);
+
+// x [T, hidden] -> ids and weights [T][top_k], in the order of choice: best score first, ties towards the lower id. Logits
+// are float32 (one order of sums), everything after is float64.
+void route(Compute& compute, const Matrix& x, const RouterParams& router, std::int32_t* ids, float* weights);
+
+}  // namespace tidegate

@@ -1,0 +1,110 @@
+"""Norm, attention and routing of the CPU backend. Weights are checked and their native handles made at first use."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from tidegate import _core
+from tidegate._core import Matrix
+from tidegate.backends.base import (
+    AttentionWeights,
+    Backend,
+    ByteArray,
+    KvLayout,
+    Norm,
+    Rope,
+    Router,
+    Routing,
+    StepBatch,
+)
+
+
+class AttentionOps(Backend[Matrix]):
+    """Half of CpuBackend. Handles are kept by the identity of the weight object, which is kept too, so an id stays unique."""
+
+    def __init__(self, compute: _core.Compute) -> None:
+        self.compute = compute
+        self._norms: dict[int, tuple[_core.NormWeights, Norm]] = {}
+        self._ropes: dict[int, tuple[_core.RopeTable, Rope]] = {}
+        self._grouped: dict[int, tuple[_core.GroupedAttention, AttentionWeights]] = {}
+        self._routers: dict[int, tuple[_core.RouterParams, Router]] = {}
+
+    def bind_kv(self, layout: KvLayout, pages: ByteArray) -> None:
+        assert layout.page_tokens == _core.PAGE_TOKENS, f"the cpu backend has pages of {_core.PAGE_TOKENS} positions"
+        is_half = layout.dtype == "f16"
+        self._kv = _core.KvPages(pages, layout.num_layers, layout.kv_heads, layout.k_dim, layout.v_dim, is_half)
+
+    def _begin_attention(self, batch: StepBatch) -> None:
+        """The step's pages; bind_kv must have been called."""
+        self._step = _core.Step(batch.positions_T, batch.sequence_T, batch.block_tables, self._kv.num_pages)
+
+    def norm(self, x: Matrix, norm: Norm) -> Matrix:
+        return _core.norm(self.compute, x, self._norm(norm))
+
+    def attend(self, qkv: Matrix, weights: AttentionWeights) -> Matrix:
+        known = self._grouped.get(id(weights))
+        layer = known[0] if known else self._make_grouped(weights)
+        return _core.attend(self.compute, self._kv, self._step, layer, qkv)
+
+    def route(self, x: Matrix, router: Router) -> Routing[Matrix]:
+        known = self._routers.get(id(router))
+        params = known[0] if known else self._make_router(router)
+        return Routing(*_core.route(self.compute, x, params))
+
+    def _norm(self, norm: Norm) -> _core.NormWeights:
+        known = self._norms.get(id(norm))
+        if known:
+            return known[0]
+        bias = norm.bias
+        if norm.kind == "layer" and bias is None:
+            bias = np.zeros_like(norm.weight)
+        assert norm.kind == "layer" or bias is None, "an RMSNorm has no bias"
+        handle = _core.NormWeights(norm.weight, bias, norm.eps)
+        self._norms[id(norm)] = handle, norm
+        return handle
+
+    def _rope(self, rope: Rope) -> _core.RopeTable:
+        known = self._ropes.get(id(rope))
+        if known:
+            return known[0]
+        handle = _core.RopeTable(rope.inv_freq, rope.factor, rope.interleaved)
+        self._ropes[id(rope)] = handle, rope
+        return handle
+
+    def _make_grouped(self, weights: AttentionWeights) -> _core.GroupedAttention:
+        config = weights.config
+        handle = _core.GroupedAttention(
+            layer=weights.index,
+            num_heads=config.num_heads,
+            num_kv_heads=config.num_kv_heads,
+            head_dim=config.head_dim,
+            v_head_dim=config.v_head_dim,
+            scale=config.scale,
+            clip=config.clip_qkv or 0.0,
+            window=weights.window,
+            qk_norm=config.qk_norm,
+            q_norm=self._norm(weights.q_norm) if weights.q_norm else None,
+            k_norm=self._norm(weights.k_norm) if weights.k_norm else None,
+            sinks=weights.sinks_H,
+            rope=self._rope(weights.rope) if weights.rope.dims else None,
+        )
+        self._grouped[id(weights)] = handle, weights
+        return handle
+
+    def _make_router(self, router: Router) -> _core.RouterParams:
+        moe = router.config
+        handle = _core.RouterParams(
+            weight_ED=router.weight_ED,
+            bias_E=router.bias_E,
+            correction_E=router.correction_E,
+            top_k=moe.num_experts_per_tok,
+            scoring=moe.scoring,
+            normalize=moe.normalize_topk,
+            scaling=moe.routed_scaling,
+            num_groups=moe.num_groups,
+            topk_groups=moe.topk_groups,
+            group_best=2 if moe.group_score == "top2_sum" else 1,
+            jitter=moe.router_jitter,
+        )
+        self._routers[id(router)] = handle, router
+        return handle
