@@ -35,13 +35,15 @@ class Book(Protocol):
 
 @dataclass
 class StepTimes:
-    """What steps have cost so far. A step with any prompt tokens in it counts as prefill."""
+    """What steps have cost so far. A step with any prompt tokens in it counts as prefill. ``first_token_s`` is the latest
+    sequence's wait for its first token."""
 
     prefill_tokens: int = 0
     decode_tokens: int = 0
     prefill_s: float = 0.0
     decode_s: float = 0.0
     steps: int = 0
+    first_token_s: float = 0.0
 
     def add(self, chunks: list[Chunk], elapsed_s: float) -> None:
         tokens = sum(chunk.stop - chunk.start for chunk in chunks)
@@ -78,6 +80,9 @@ class Engine:
             return self._fail(chunks, error)
         changed = self.scheduler.postprocess(chunks, _choose(logits_RV, chunks))
         self.times.add(chunks, time.perf_counter() - started_s)
+        for sequence in changed:
+            if len(sequence.output_ids) == 1:
+                self.times.first_token_s = sequence.first_token_s or 0.0
         if self.times.steps % self._check_every == 0:
             self.ledger.check()
         return changed

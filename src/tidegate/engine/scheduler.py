@@ -107,7 +107,7 @@ class Scheduler:
         return changed
 
     def end(self, sequence: Sequence, reason: FinishReason, error: TidegateError | None = None) -> None:
-        """End a waiting or running sequence early; nothing happens if it has ended."""
+        """End a sequence early, wherever it is; nothing happens if it has ended."""
         if sequence.finish_reason is None:
             sequence.finish(reason, error)
             self._release(sequence)
@@ -117,7 +117,7 @@ class Scheduler:
         sequence.pages = []
         if sequence in self.running:
             self.running.remove(sequence)
-        else:
+        elif sequence in self.waiting:
             self.waiting.remove(sequence)
 
 

@@ -1,0 +1,51 @@
+"""What a run says about itself on standard error: the plan before, one line after."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from tidegate.plan import Plan
+from tidegate.units import format_bytes, format_seconds
+
+
+def print_plan(plan: Plan, explanation: str) -> None:
+    """The split of the budget as a table on standard error. ``explanation``: where the budget comes from."""
+    table = Table(title=f"memory: {explanation}", title_justify="left", box=None, pad_edge=False)
+    table.add_column("owner")
+    table.add_column("bytes", justify="right")
+    table.add_column("")
+    notes = {"expert slots": _slots_note(plan)}
+    for owner, size in plan.accounts().items():
+        if size:
+            table.add_row(owner, format_bytes(size), notes.get(owner, ""))
+    Console(stderr=True, highlight=False).print(table)
+
+
+def _slots_note(plan: Plan) -> str:
+    if not plan.slots:
+        return ""
+    low, high = min(plan.slots), max(plan.slots)
+    each = f"{low}" if low == high else f"{low}-{high}"
+    return f"{each} of {plan.needs.num_experts} experts a layer ({plan.resident_ratio:.0%})"
+
+
+def closing_line(stats: dict[str, Any]) -> str:
+    """tokens/s, first token, hits/misses, bytes read, peak memory of budget."""
+    hits, misses = stats["demand_hits"] + stats["prefetch_hits"], stats["misses"]
+    visits = hits + misses
+    rate = f" ({hits / visits:.1%} of {visits:,} expert visits hit)" if visits else ""
+    parts = [
+        f"{_rate(stats['decode_tokens'], stats['decode_s'])} tokens/s",
+        f"first token {format_seconds(stats['first_token_s'])}",
+        f"{hits:,} hits / {misses:,} misses{rate}",
+        f"{format_bytes(stats['read_bytes'])} read",
+        f"peak {format_bytes(stats['peak_bytes'])} of {format_bytes(stats['budget_bytes'])}",
+    ]
+    return ", ".join(parts)
+
+
+def _rate(tokens: int, elapsed_s: float) -> str:
+    return f"{tokens / elapsed_s:.1f}" if elapsed_s > 0 else "0"

@@ -1,0 +1,82 @@
+"""``tidegate run``: load a model inside the budget and answer a prompt, a file, standard input, or a chat."""
+
+from __future__ import annotations
+
+import json
+import sys
+from contextlib import closing
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from tidegate.cli.interrupt import Interrupt
+from tidegate.cli.options import flags
+from tidegate.cli.report import closing_line, print_plan
+from tidegate.config import EngineOptions, SamplingOptions, split_options
+from tidegate.engine.model import Model, load
+from tidegate.errors import UsageError
+
+_INTERRUPTED = 130
+
+
+@flags({"Model and memory": EngineOptions, "Sampling": SamplingOptions}, without=("sequences", "logprobs"))
+def command(
+    model: Annotated[str, typer.Argument(help="An expert store, a Hugging Face folder or a GGUF file.")],
+    prompt: Annotated[str | None, typer.Argument(help="What to answer; without it: --file, standard input or a chat.")] = None,
+    file: Annotated[Path | None, typer.Option(help="Read the prompt from this file.")] = None,
+    chat: Annotated[bool, typer.Option("--chat", help="Talk on, even when the input is no terminal.")] = False,
+    raw: Annotated[bool, typer.Option("--raw", help="Continue the prompt as plain text, without the chat template.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object at the end instead of text.")] = False,
+    **options: Any,
+) -> int:
+    """The answer goes to standard output, everything else to standard error. A prompt is a message to the model's chat
+    template when it has one, unless --raw is given."""
+    engine_options, sampling = split_options(options, EngineOptions, SamplingOptions)
+    if chat and (raw or as_json):
+        raise UsageError(f"--chat does not go with {'--raw' if raw else '--json'}")
+    text = _prompt(prompt, file, chat)
+    with load(model, **engine_options) as loaded:
+        if not as_json:
+            print_plan(loaded.plan, loaded.budget_explanation)
+        exit_code = 0
+        if text is None or chat:
+            from tidegate.cli.chat import talk_with  # noqa: PLC0415  (needs readline)
+
+            talk_with(loaded, text, sampling)
+        else:
+            exit_code = _answer(loaded, text, raw, as_json, sampling)
+        if not as_json:
+            print(closing_line(loaded.stats()), file=sys.stderr)
+    return exit_code
+
+
+def _prompt(prompt: str | None, file: Path | None, chat: bool) -> str | None:
+    """The text to answer; None for a chat that asks for it."""
+    if prompt is not None and file is not None:
+        raise UsageError("give a prompt or --file, not both")
+    if prompt is not None:
+        return prompt
+    if file is not None:
+        return file.read_text(encoding="utf-8")
+    if chat or sys.stdin.isatty():
+        return None
+    return sys.stdin.read()
+
+
+def _answer(model: Model, text: str, raw: bool, as_json: bool, sampling: dict[str, Any]) -> int:
+    """One answer; 130 if Ctrl-C ended it."""
+    ids = text if raw or not model.has_chat_template else model.chat_prompt([{"role": "user", "content": text}])
+    pieces = []
+    with Interrupt() as interrupt, closing(model.stream(ids, **sampling)) as answer:
+        for piece in answer:
+            pieces.append(piece)
+            if not as_json:
+                print(piece, end="", flush=True)
+            if interrupt.asked:
+                break
+    if as_json:
+        print(json.dumps({"text": "".join(pieces), **model.stats(), "plan": model.plan.to_json()}))
+    else:
+        print()
+    return _INTERRUPTED if interrupt.asked else 0

@@ -1,0 +1,176 @@
+"""The Python interface: a loaded model that answers. ``tidegate.load`` makes one.
+
+T tokens of a sequence, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from collections.abc import Sequence as Items
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Any, overload
+
+import numpy as np
+from numpy.typing import NDArray
+
+from tidegate.config import SamplingOptions, parse_options
+from tidegate.engine.build import Runtime
+from tidegate.engine.sequence import Sampled, Sequence
+from tidegate.engine.text import TextStream
+from tidegate.errors import UsageError
+
+F32Array = NDArray[np.float32]
+Prompt = str | list[int]
+
+
+@dataclass(frozen=True)
+class Completion:
+    """One answer. ``finish_reason``: "stop" (end-of-text token or stop string), "length" or "cancelled". ``logprobs`` has
+    an entry for every token of the answer when they were asked for. ``first_token_s`` is the wait for the first token."""
+
+    text: str
+    token_ids: list[int]
+    finish_reason: str
+    num_prompt_tokens: int
+    logprobs: list[Sampled]
+    first_token_s: float
+
+
+class Model:
+    """A model inside its budget. Use it from one thread; close it (or use ``with``) to give the memory back."""
+
+    def __init__(self, runtime: Runtime) -> None:
+        self._runtime = runtime
+        self._next_id = 0
+
+    @property
+    def plan(self) -> Any:
+        """The split of the budget (tidegate.plan.Plan)."""
+        return self._runtime.plan
+
+    @property
+    def context(self) -> int:
+        """The longest sequence in tokens, prompt and answer together."""
+        return self._runtime.context
+
+    @overload
+    def generate(self, prompts: Prompt, **options: Any) -> Completion: ...
+
+    @overload
+    def generate(self, prompts: list[str] | list[list[int]], **options: Any) -> list[Completion]: ...
+
+    def generate(self, prompts: Any, **options: Any) -> Completion | list[Completion]:
+        """Answer one prompt or a list of them; a prompt is a string or a list of token ids. ``options`` are those of
+        SamplingOptions. Raises UsageError (bad option, prompt too long), ReadFailed or CorruptFile (an expert could not
+        be read)."""
+        sampling = parse_options(SamplingOptions, options)
+        if isinstance(prompts, str) or (prompts and isinstance(prompts[0], int)):
+            return self._complete([self._sequence(prompts, sampling)])[0]
+        return self._complete([self._sequence(prompt, sampling) for prompt in prompts])
+
+    def stream(self, prompt: Prompt, **options: Any) -> Iterator[str]:
+        """The answer's text, a piece after every step; a step that completes no character, as while the prompt is computed,
+        gives an empty piece. Closing the iterator ends the answer. Errors as in generate."""
+        return self._stream(self._sequence(prompt, parse_options(SamplingOptions, options)))
+
+    def chat(self, messages: Items[Mapping[str, Any]], **options: Any) -> Completion:
+        """The model's answer to a conversation (``[{"role": "user", "content": "..."}]``), through its chat template.
+        Raises UsageError if it has none; otherwise as generate."""
+        return self.generate(self.chat_prompt(messages), **options)
+
+    def chat_prompt(self, messages: Items[Mapping[str, Any]]) -> list[int]:
+        """The conversation as the token ids that the model expects, ready for its answer."""
+        return self._runtime.text.chat_prompt(messages)
+
+    def logits(self, token_ids: Items[int]) -> F32Array:
+        """float32 [T, V]: row t predicts the token behind ``token_ids[t]``."""
+        sequence = self._sequence(list(token_ids), SamplingOptions(), keep_logits=True)
+        self._finish([sequence])
+        return np.concatenate(sequence.kept_logits)
+
+    def stats(self) -> dict[str, Any]:
+        """Counters since the load: tokens and seconds of prefill and decode, cache hits and misses, bytes read, memory."""
+        return self._runtime.stats()
+
+    def close(self) -> None:
+        """End the threads and give the memory back. Idempotent."""
+        self._runtime.close()
+
+    def __enter__(self) -> Model:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        self.close()
+
+    def _sequence(self, prompt: Prompt, sampling: SamplingOptions, *, keep_logits: bool = False) -> Sequence:
+        """Not queued yet. Raises UsageError for an empty prompt, a bad token id, or one too long for the context."""
+        runtime = self._runtime
+        runtime.check_open()
+        ids = runtime.text.encode(prompt) if isinstance(prompt, str) else list(prompt)
+        if not ids:
+            raise UsageError("the prompt is empty")
+        wrong = next((i for i in ids if not 0 <= i < runtime.config.vocab_size), None)
+        if wrong is not None:
+            raise UsageError(f"token id {wrong}: the vocabulary has ids 0 to {runtime.config.vocab_size - 1}")
+        self._next_id += 1
+        return Sequence(
+            self._next_id,
+            ids,
+            self._max_tokens(len(ids), sampling, keep_logits),
+            sampling,
+            eos_token_ids=runtime.eos_token_ids,
+            text=None if keep_logits else runtime.text.stream(sampling.stop),
+            keep_logits=keep_logits,
+        )
+
+    def _max_tokens(self, num_prompt: int, sampling: SamplingOptions, keep_logits: bool) -> int:
+        asked = 0 if keep_logits else sampling.max_tokens or max(1, self.context - num_prompt)
+        if num_prompt + asked > self.context:
+            answer = "" if keep_logits else f" and up to {asked} of the answer"
+            raise UsageError(
+                f"{num_prompt} tokens of prompt{answer} are more than the context of {self.context}; raise --context"
+            )
+        return asked
+
+    def _complete(self, sequences: list[Sequence]) -> list[Completion]:
+        self._finish(sequences)
+        return [
+            Completion(
+                sequence.text.take() if sequence.text else "",
+                sequence.output_ids,
+                str(sequence.finish_reason),
+                sequence.num_prompt,
+                sequence.logprobs,
+                sequence.first_token_s or 0.0,
+            )
+            for sequence in sequences
+        ]
+
+    def _finish(self, sequences: list[Sequence]) -> None:
+        """Run until all of them have ended; raises the first one's error. An exception ends all of them."""
+        engine = self._runtime.engine
+        try:
+            for sequence in sequences:
+                engine.scheduler.add(sequence)
+            while any(sequence.finish_reason is None for sequence in sequences):
+                engine.step()
+        finally:
+            for sequence in sequences:
+                engine.scheduler.end(sequence, "cancelled")
+        for sequence in sequences:
+            if sequence.error is not None:
+                raise sequence.error
+
+    def _stream(self, sequence: Sequence) -> Iterator[str]:
+        engine, text = self._runtime.engine, sequence.text
+        assert text is not None
+        engine.scheduler.add(sequence)
+        try:
+            while sequence.finish_reason is None:
+                engine.step()
+                yield text.take()
+        finally:
+            engine.scheduler.end(sequence, "cancelled")
+        if sequence.error is not None:
+            raise sequence.error
