@@ -149,6 +149,12 @@ class SamplingOptions:
         "int", None, "also return the log probabilities of this many tokens", low=0, high=100
     )
 
+    @property
+    def is_plain_greedy(self) -> bool:
+        """The most probable token, with nothing added to or taken from any logit."""
+        no_penalty = self.repetition_penalty == 1.0 and not self.presence_penalty and not self.frequency_penalty
+        return no_penalty and (self.temperature == 0.0 or self.top_k == 1)
+
 
 def option_table(cls: type[Any]) -> dict[str, Option]:
     """Rows of an options class, by keyword, in order."""

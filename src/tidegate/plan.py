@@ -86,6 +86,11 @@ class Plan:
         return sum(self.slots) * self.needs.slot_bytes
 
     @property
+    def arena_bytes(self) -> int:
+        """What is allocated as one block."""
+        return self.planned_bytes - self.needs.runtime_bytes - self.needs.growth_bytes
+
+    @property
     def planned_bytes(self) -> int:
         """What the process is expected to use in the end; the ledger's total."""
         return self.needs.fixed_bytes + self.slots_bytes

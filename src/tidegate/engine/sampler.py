@@ -24,7 +24,10 @@ def sample(logits_V: F32Array, sequence: Sequence) -> Sampled:
     """The next token of ``sequence``, given the logits behind its last token. Log probabilities, when asked for, are
     the model's own: before penalties and temperature."""
     options = sequence.sampling
-    token = choose(penalized(logits_V, sequence), options, len(sequence.tokens))
+    if options.is_plain_greedy:
+        token = int(np.argmax(logits_V))
+    else:
+        token = choose(penalized(logits_V, sequence), options, len(sequence.tokens))
     if options.logprobs is None:
         return Sampled(token)
     return _with_logprobs(logits_V, token, options.logprobs)

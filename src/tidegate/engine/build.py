@@ -1,0 +1,191 @@
+"""From a path and options to a running engine: open -> plan -> ledger -> arena -> dense weights -> slots -> decoder.
+
+The plan is made, and a budget that is too small refused, before any weight is read.
+"""
+
+from __future__ import annotations
+
+import os
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass
+from math import prod
+from typing import Any
+
+import numpy as np
+
+from tidegate import _core
+from tidegate.backends.base import Backend, ByteArray, F32Array
+from tidegate.checkpoint.reading import read_into
+from tidegate.checkpoint.store import ExpertStore
+from tidegate.config import EngineOptions
+from tidegate.engine.codec import TextCodec
+from tidegate.engine.engine import Engine
+from tidegate.engine.kv_cache import KvCache
+from tidegate.engine.needs import Sizes, needs_of, scored_rows, sizes_of, ways_out
+from tidegate.engine.scheduler import Scheduler
+from tidegate.engine.source import open_store
+from tidegate.errors import CorruptFile, UsageError
+from tidegate.experts.base import CacheCounters
+from tidegate.experts.cache import ExpertCache
+from tidegate.experts.loader import LoaderOptions, NativeLoader
+from tidegate.experts.policy import policy_factory
+from tidegate.memory.arena import Arena
+from tidegate.memory.budget import Budget, budget_of_process
+from tidegate.memory.ledger import Ledger
+from tidegate.memory.probe import process_memory
+from tidegate.model_config import ModelConfig
+from tidegate.models.decoder import Decoder
+from tidegate.models.moe import Experts
+from tidegate.models.weights import model_weights
+from tidegate.plan import Plan, make_plan
+from tidegate.quant.formats import Format
+
+_HINTS = {
+    "dense weights": "raise --memory or convert with --dense int4",
+    "KV cache": "raise --memory, or lower --context or --sequences",
+    "expert slots": "raise --memory",
+    "workspace": "raise --memory or lower --prefill-chunk",
+}
+
+
+@dataclass
+class Runtime:
+    """Everything a loaded model consists of. ``experts`` and ``loader`` are None for a model without MoE layers."""
+
+    config: ModelConfig
+    sizes: Sizes
+    budget: Budget
+    plan: Plan
+    ledger: Ledger
+    engine: Engine
+    codec: TextCodec
+    eos_token_ids: frozenset[int]
+    cache: ExpertCache | None
+    loader: NativeLoader | None
+    resources: ExitStack
+
+    def check_open(self) -> None:
+        """Raises UsageError after close()."""
+        if self.engine.closed:
+            raise UsageError("the model is closed; load it again")
+
+    def stats(self) -> dict[str, Any]:
+        """Counters since the load, with units in the keys. ``ledger_bytes`` is what was planned, ``peak_bytes`` the
+        kernel's high-water mark of the process."""
+        counters = self.cache.counters if self.cache else CacheCounters()
+        return {
+            **asdict(self.engine.times),
+            **asdict(counters),
+            "read_bytes": self.loader.counters().read_bytes if self.loader else 0,
+            "budget_bytes": self.budget.limit_bytes,
+            "ledger_bytes": self.ledger.total_bytes,
+            "peak_bytes": process_memory().peak_rss_bytes,
+        }
+
+    def close(self) -> None:
+        """End the threads and give the memory back. Idempotent."""
+        self.engine.closed = True
+        self.resources.close()
+
+
+def build(path: str | os.PathLike[str], options: EngineOptions, reader: _core.BlockReader | None = None) -> Runtime:
+    """Raises UsageError, BudgetTooSmall, CheckpointError and its kinds. ``reader`` replaces the system's reads of experts
+    in tests."""
+    _core.tune_heap()
+    store = open_store(path, options)
+    config, sizes = store.config, sizes_of(store.config, options)
+    codec = TextCodec.of(store)
+    threads = options.threads or len(os.sched_getaffinity(0))
+    plan, budget = _plan(store, options, threads)
+    ledger = _ledger(plan)
+    with ExitStack() as resources:
+        arena = Arena(ledger, plan.arena_bytes, threads)
+        tensors = _read_dense(store, arena, ledger, options)
+        kv_pages = _carve(arena, ledger, "KV cache", plan.needs.kv_bytes)
+        workspace = _carve(arena, ledger, "workspace", plan.needs.workspace_bytes)
+        backend = _backend(options, threads, workspace)
+        backend.bind_kv(sizes.kv, kv_pages)
+        cache = loader = experts = None
+        if plan.slots:
+            loader = _loader(store, plan, _carve(arena, ledger, "expert slots", plan.slots_bytes), options, reader)
+            resources.callback(loader.close)
+            cache = ExpertCache(plan.slots, plan.needs.num_experts, policy_factory(options.policy), loader)
+            experts = Experts(cache, loader, store.layouts)
+        decoder = Decoder(config, model_weights(config, tensors, sizes.context_tokens), backend, experts)
+        scheduler = Scheduler(
+            KvCache(sizes.num_pages, sizes.kv.page_tokens),
+            max_running=sizes.sequences,
+            prefill_chunk=sizes.prefill_chunk,
+            max_logit_rows=scored_rows(config, sizes, plan.needs.workspace_bytes),
+        )
+        engine = Engine(decoder, scheduler, ledger)
+        eos = frozenset(config.eos_token_ids)
+        kept = resources.pop_all()
+    return Runtime(config, sizes, budget, plan, ledger, engine, codec, eos, cache, loader, kept)
+
+
+def _plan(store: ExpertStore, options: EngineOptions, threads: int) -> tuple[Plan, Budget]:
+    num_threads = threads - 1 + (options.io_threads if store.layouts else 0)
+    budget, process = budget_of_process(options.memory_bytes), process_memory()
+    needs = needs_of(store, options, process, num_threads)
+    ways = ways_out(store, options, process, num_threads) if budget.limit_bytes < needs.smallest_bytes else ()
+    return make_plan(budget.limit_bytes, needs, ways), budget
+
+
+def _ledger(plan: Plan) -> Ledger:
+    ledger = Ledger(plan.budget_bytes, plan.headroom_bytes)
+    ledger.runtime.reserve(plan.needs.runtime_bytes + plan.needs.growth_bytes)
+    return ledger
+
+
+def _carve(arena: Arena, ledger: Ledger, owner: str, nbytes: int) -> ByteArray:
+    return arena.carve(ledger.account(owner, _HINTS[owner]), nbytes)
+
+
+class _DenseTensors:
+    """The dense section of a store, in memory."""
+
+    def __init__(self, store: ExpertStore, section: ByteArray) -> None:
+        self._entries, self._section = store.dense, section
+
+    def matrix(self, name: str) -> tuple[ByteArray, Format]:
+        entry = self._entries[name]
+        assert entry.fmt is not None, name
+        return self._section[entry.offset : entry.offset + entry.nbytes], entry.fmt
+
+    def plain(self, name: str) -> F32Array:
+        entry = self._entries[name]
+        assert entry.fmt is None and entry.nbytes == 4 * prod(entry.shape), entry
+        return self._section[entry.offset : entry.offset + entry.nbytes].view(np.float32).reshape(entry.shape)
+
+
+def _read_dense(store: ExpertStore, arena: Arena, ledger: Ledger, options: EngineOptions) -> _DenseTensors:
+    section = _carve(arena, ledger, "dense weights", store.dense_bytes)
+    read_into(store.dense_path, 0, section, page_cache=options.page_cache)
+    if options.verify:
+        for entry in store.dense.values():
+            got = _core.crc32(section[entry.offset : entry.offset + entry.nbytes])
+            if got != entry.crc32:
+                what = f"checksum of {entry.name}"
+                raise CorruptFile(store.dense_path, entry.offset, what, f"{entry.crc32:08x}", f"{got:08x}")
+    return _DenseTensors(store, section)
+
+
+def _loader(
+    store: ExpertStore, plan: Plan, slots: ByteArray, options: EngineOptions, reader: _core.BlockReader | None
+) -> NativeLoader:
+    size = plan.needs.slot_bytes
+    views = [slots[start : start + size] for start in range(0, slots.size, size)]
+    how = LoaderOptions(threads=options.io_threads, verify=options.verify, page_cache=options.page_cache)
+    return NativeLoader(store, views, how, reader)
+
+
+def _backend(options: EngineOptions, threads: int, workspace: ByteArray) -> Backend[Any]:
+    """Backends are imported only when they are used."""
+    if options.backend == "reference":
+        from tidegate.backends.reference import ReferenceBackend  # noqa: PLC0415
+
+        return ReferenceBackend()
+    from tidegate.backends.cpu import CpuBackend  # noqa: PLC0415
+
+    return CpuBackend(threads, workspace)
