@@ -67,7 +67,7 @@ def _to_groups(x_NK: NDArray[Any], group: int) -> NDArray[Any]:
     """[N, K] -> [N, G, group], padded with zeros."""
     n, k = x_NK.shape
     padded = np.pad(x_NK, ((0, 0), (0, -k % group)))
-    return padded.reshape(n, -1, group)
+    return padded.reshape(n, padded.shape[1] // group, group)
 
 
 def _fma(a: NDArray[Any], b: F32Array, c: F32Array) -> F32Array:

@@ -94,7 +94,7 @@ def build(path: str | os.PathLike[str], options: EngineOptions, reader: _core.Bl
     _core.tune_heap()
     store = open_store(path, options)
     config, sizes = store.config, sizes_of(store.config, options)
-    codec = TextCodec.of(store)
+    codec = TextCodec(str(path), None, None)
     threads = options.threads or len(os.sched_getaffinity(0))
     plan, budget = _plan(store, options, threads)
     ledger = _ledger(plan)

@@ -29,7 +29,7 @@ class ForwardModel(Protocol):
 class Book(Protocol):
     """The ledger, as far as the engine knows it."""
 
-    def check(self) -> None:
+    def check(self) -> object:
         """Recount; raises OverBudget when the process outgrew its budget."""
 
 

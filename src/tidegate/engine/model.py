@@ -5,7 +5,8 @@ T tokens of a sequence, V vocabulary.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import os
+from collections.abc import Generator, Mapping
 from collections.abc import Sequence as Items
 from dataclasses import dataclass
 from types import TracebackType
@@ -14,14 +15,21 @@ from typing import Any, overload
 import numpy as np
 from numpy.typing import NDArray
 
-from tidegate.config import SamplingOptions, parse_options
-from tidegate.engine.build import Runtime
+from tidegate.config import EngineOptions, SamplingOptions, parse_options
+from tidegate.engine.build import Runtime, build
 from tidegate.engine.sequence import Sampled, Sequence
-from tidegate.engine.text import TextStream
 from tidegate.errors import UsageError
+from tidegate.plan import Plan
 
 F32Array = NDArray[np.float32]
 Prompt = str | list[int]
+
+
+def load(path: str | os.PathLike[str], **options: Any) -> Model:
+    """Load a model inside a budget: ``load("model", memory="8GiB")``. ``path`` is an expert store, a Hugging Face folder
+    or a GGUF file; ``options`` are those of EngineOptions. Raises UsageError, BudgetTooSmall (before any weight is read),
+    CheckpointError and its kinds."""
+    return Model(build(path, parse_options(EngineOptions, options)))
 
 
 @dataclass(frozen=True)
@@ -45,14 +53,23 @@ class Model:
         self._next_id = 0
 
     @property
-    def plan(self) -> Any:
-        """The split of the budget (tidegate.plan.Plan)."""
+    def plan(self) -> Plan:
+        """The split of the budget."""
         return self._runtime.plan
+
+    @property
+    def budget_explanation(self) -> str:
+        """Where the budget comes from, for people."""
+        return self._runtime.budget.explanation
+
+    @property
+    def has_chat_template(self) -> bool:
+        return self._runtime.codec.has_chat_template
 
     @property
     def context(self) -> int:
         """The longest sequence in tokens, prompt and answer together."""
-        return self._runtime.context
+        return self._runtime.sizes.context_tokens
 
     @overload
     def generate(self, prompts: Prompt, **options: Any) -> Completion: ...
@@ -69,7 +86,7 @@ class Model:
             return self._complete([self._sequence(prompts, sampling)])[0]
         return self._complete([self._sequence(prompt, sampling) for prompt in prompts])
 
-    def stream(self, prompt: Prompt, **options: Any) -> Iterator[str]:
+    def stream(self, prompt: Prompt, **options: Any) -> Generator[str, None, None]:
         """The answer's text, a piece after every step; a step that completes no character, as while the prompt is computed,
         gives an empty piece. Closing the iterator ends the answer. Errors as in generate."""
         return self._stream(self._sequence(prompt, parse_options(SamplingOptions, options)))
@@ -81,7 +98,7 @@ class Model:
 
     def chat_prompt(self, messages: Items[Mapping[str, Any]]) -> list[int]:
         """The conversation as the token ids that the model expects, ready for its answer."""
-        return self._runtime.text.chat_prompt(messages)
+        return self._runtime.codec.chat_prompt(messages)
 
     def logits(self, token_ids: Items[int]) -> F32Array:
         """float32 [T, V]: row t predicts the token behind ``token_ids[t]``."""
@@ -107,7 +124,7 @@ class Model:
         """Not queued yet. Raises UsageError for an empty prompt, a bad token id, or one too long for the context."""
         runtime = self._runtime
         runtime.check_open()
-        ids = runtime.text.encode(prompt) if isinstance(prompt, str) else list(prompt)
+        ids = runtime.codec.encode(prompt) if isinstance(prompt, str) else list(prompt)
         if not ids:
             raise UsageError("the prompt is empty")
         wrong = next((i for i in ids if not 0 <= i < runtime.config.vocab_size), None)
@@ -120,7 +137,7 @@ class Model:
             self._max_tokens(len(ids), sampling, keep_logits),
             sampling,
             eos_token_ids=runtime.eos_token_ids,
-            text=None if keep_logits else runtime.text.stream(sampling.stop),
+            text=None if keep_logits else runtime.codec.stream(sampling.stop),
             keep_logits=keep_logits,
         )
 
@@ -162,7 +179,7 @@ class Model:
             if sequence.error is not None:
                 raise sequence.error
 
-    def _stream(self, sequence: Sequence) -> Iterator[str]:
+    def _stream(self, sequence: Sequence) -> Generator[str, None, None]:
         engine, text = self._runtime.engine, sequence.text
         assert text is not None
         engine.scheduler.add(sequence)
