@@ -56,7 +56,13 @@ def deepseek_config(**changes: Any) -> ModelConfig:
 
 
 def write_store(
-    folder: Path, config: ModelConfig, experts: str = "int4-g32", dense: str = "int8-g32", *, seed: int = 0, parity: bool = False
+    folder: Path,
+    config: ModelConfig,
+    experts: str = "int4-g32",
+    dense: str = "int8-g32",
+    *,
+    seed: int = 0,
+    parity: bool = False,
 ) -> Path:
     """Returns ``folder``."""
     folder.mkdir(parents=True)
@@ -90,7 +96,9 @@ def write_store(
 
 def byte_tokenizer() -> Tokenizer:
     """One token a byte, and two special ones."""
-    tokenizer = Tokenizer(models.BPE({char: i for i, char in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}, []))
+    tokenizer = Tokenizer(
+        models.BPE({char: i for i, char in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}, [])
+    )
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
     tokenizer.add_special_tokens(["<|end|>", "<|turn|>"])

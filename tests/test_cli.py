@@ -13,7 +13,12 @@ from tidegate.config import EngineOptions, SamplingOptions, option_table
 
 def tidegate(*arguments: str, **options: object) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        [sys.executable, "-m", "tidegate", *arguments], capture_output=True, text=True, check=False, timeout=120, **options
+        [sys.executable, "-m", "tidegate", *arguments],
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=120,
+        **options,
     )  # type: ignore[call-overload]
 
 

@@ -17,6 +17,10 @@ from tidegate.units import parse_bytes
 OptionKind = Literal["bytes", "int", "float", "flag", "text", "texts"]
 T = TypeVar("T")
 
+# "auto" keeps the source's own quantization where it can; everything else becomes int4 (experts) or int8 (dense).
+EXPERT_KINDS = ("auto", "int4", "int8", "mxfp4", "bf16", "f32")
+DENSE_KINDS = ("auto", "int8", "int4", "bf16", "f32")
+
 
 @dataclass(frozen=True)
 class Option:
@@ -107,10 +111,10 @@ class EngineOptions:
         "text", "decayed-lfu", "which expert is evicted", choices=("decayed-lfu", "lru", "lfu", "lfru")
     )
     experts: str | None = _option(
-        "text", None, "format of routed experts, when converting; default: int4", choices=("int4", "int8", "bf16")
+        "text", None, "format of routed experts, when converting; default: auto", choices=EXPERT_KINDS
     )
     dense: str | None = _option(
-        "text", None, "format of all other weights, when converting; default: int8", choices=("int8", "int4", "bf16")
+        "text", None, "format of all other weights, when converting; default: auto", choices=DENSE_KINDS
     )
     group: int | None = _option(
         "int", None, "weights that share one scale, when converting; default: 32", low=32, high=128
@@ -179,7 +183,7 @@ def parse_options(cls: type[T], keywords: Mapping[str, object]) -> T:
     return cls(**values)
 
 
-def split_options(keywords: Mapping[str, object], *classes: type[Any]) -> list[dict[str, object]]:
+def split_options(keywords: Mapping[str, Any], *classes: type[Any]) -> list[dict[str, Any]]:
     """Deal keywords to the classes that know them. Raises UsageError on one that no class knows."""
     tables = [option_table(cls) for cls in classes]
     known = [name for table in tables for name in table]

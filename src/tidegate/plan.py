@@ -22,7 +22,8 @@ HEADROOM_SHIFT = 9
 @dataclass(frozen=True)
 class Needs:
     """Bytes by owner. ``runtime_bytes`` is the measured process before the arena, ``growth_bytes`` what it grows by
-    later; ``slot_bytes`` is one expert's blob, ``min_slots`` what one token needs of each of ``num_layers`` MoE layers."""
+    later; ``slot_bytes`` is one expert's blob, ``min_slots`` what one token needs of each of ``num_layers`` MoE layers.
+    ``start_peak_bytes``: the most the process has used already, reading a large tokenizer or converting."""
 
     runtime_bytes: int
     growth_bytes: int
@@ -34,6 +35,7 @@ class Needs:
     num_layers: int
     num_experts: int
     min_slots: int
+    start_peak_bytes: int = 0
 
     @property
     def fixed_bytes(self) -> int:
@@ -57,7 +59,7 @@ class Needs:
 
     @property
     def smallest_bytes(self) -> int:
-        return self.budget_for(self.num_layers * self.min_slots)
+        return max(self.budget_for(self.num_layers * self.min_slots), self.start_peak_bytes)
 
     @property
     def largest_useful_bytes(self) -> int:

@@ -52,7 +52,7 @@ def _complain(message: str, exit_code: int) -> int:
 
 def _root() -> typer.Typer:
     app = _app("Runs Mixture-of-Experts language models that are larger than memory, inside a hard byte budget.")
-    app.callback()(_version_flag)
+    app.callback()(_root_flags)
     for name, text in COMMANDS.items():
         app.command(
             name,
@@ -67,12 +67,18 @@ def _app(text: str | None = None) -> typer.Typer:
     return typer.Typer(help=text, add_completion=False, pretty_exceptions_enable=False)
 
 
-def _version_flag(
-    version: Annotated[bool, typer.Option("--version", is_eager=True, help="Print the version and exit.")] = False,
-) -> None:
-    if version:
+def _print_version(asked: bool) -> None:
+    if asked:
         print(f"tidegate {__version__}")
         raise typer.Exit
+
+
+def _root_flags(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version and exit.")
+    ] = False,
+) -> None:
+    """Flags that go before a command."""
 
 
 def _call_subcommand(ctx: typer.Context) -> int:

@@ -13,7 +13,7 @@ import typer
 from tidegate.cli.interrupt import Interrupt
 from tidegate.cli.options import flags
 from tidegate.cli.report import closing_line, print_plan
-from tidegate.config import EngineOptions, SamplingOptions, split_options
+from tidegate.config import EngineOptions, SamplingOptions, parse_options, split_options
 from tidegate.engine.model import Model, load
 from tidegate.errors import UsageError
 
@@ -23,10 +23,14 @@ _INTERRUPTED = 130
 @flags({"Model and memory": EngineOptions, "Sampling": SamplingOptions}, without=("sequences", "logprobs"))
 def command(
     model: Annotated[str, typer.Argument(help="An expert store, a Hugging Face folder or a GGUF file.")],
-    prompt: Annotated[str | None, typer.Argument(help="What to answer; without it: --file, standard input or a chat.")] = None,
+    prompt: Annotated[
+        str | None, typer.Argument(help="What to answer; without it: --file, standard input or a chat.")
+    ] = None,
     file: Annotated[Path | None, typer.Option(help="Read the prompt from this file.")] = None,
     chat: Annotated[bool, typer.Option("--chat", help="Talk on, even when the input is no terminal.")] = False,
-    raw: Annotated[bool, typer.Option("--raw", help="Continue the prompt as plain text, without the chat template.")] = False,
+    raw: Annotated[
+        bool, typer.Option("--raw", help="Continue the prompt as plain text, without the chat template.")
+    ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object at the end instead of text.")] = False,
     **options: Any,
 ) -> int:
@@ -35,6 +39,7 @@ def command(
     engine_options, sampling = split_options(options, EngineOptions, SamplingOptions)
     if chat and (raw or as_json):
         raise UsageError(f"--chat does not go with {'--raw' if raw else '--json'}")
+    parse_options(SamplingOptions, sampling)  # a bad value is refused before anything is loaded
     text = _prompt(prompt, file, chat)
     with load(model, **engine_options) as loaded:
         if not as_json:

@@ -23,7 +23,6 @@ from tidegate.engine.engine import Engine
 from tidegate.engine.kv_cache import KvCache
 from tidegate.engine.needs import Sizes, needs_of, scored_rows, sizes_of, ways_out
 from tidegate.engine.scheduler import Scheduler
-from tidegate.engine.source import open_store
 from tidegate.errors import CorruptFile, UsageError
 from tidegate.experts.base import CacheCounters
 from tidegate.experts.cache import ExpertCache
@@ -88,13 +87,11 @@ class Runtime:
         self.resources.close()
 
 
-def build(path: str | os.PathLike[str], options: EngineOptions, reader: _core.BlockReader | None = None) -> Runtime:
+def build(store: ExpertStore, options: EngineOptions, reader: _core.BlockReader | None = None) -> Runtime:
     """Raises UsageError, BudgetTooSmall, CheckpointError and its kinds. ``reader`` replaces the system's reads of experts
     in tests."""
-    _core.tune_heap()
-    store = open_store(path, options)
     config, sizes = store.config, sizes_of(store.config, options)
-    codec = TextCodec(str(path), None, None)
+    codec = TextCodec(store)
     threads = options.threads or len(os.sched_getaffinity(0))
     plan, budget = _plan(store, options, threads)
     ledger = _ledger(plan)
@@ -120,6 +117,7 @@ def build(path: str | os.PathLike[str], options: EngineOptions, reader: _core.Bl
         )
         engine = Engine(decoder, scheduler, ledger)
         eos = frozenset(config.eos_token_ids)
+        ledger.settle()
         kept = resources.pop_all()
     return Runtime(config, sizes, budget, plan, ledger, engine, codec, eos, cache, loader, kept)
 
@@ -188,4 +186,6 @@ def _backend(options: EngineOptions, threads: int, workspace: ByteArray) -> Back
         return ReferenceBackend()
     from tidegate.backends.cpu import CpuBackend  # noqa: PLC0415
 
-    return CpuBackend(threads, workspace)
+    make: Any = CpuBackend
+    backend: Backend[Any] = make(threads, workspace)
+    return backend

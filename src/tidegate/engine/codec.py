@@ -4,59 +4,45 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from collections.abc import Sequence as Items
-from typing import Any, Protocol
+from typing import Any
 
-from tidegate.engine.text import PieceDecoder, TextStream
+from tidegate.checkpoint.store import ExpertStore
+from tidegate.engine.text import TextStream
 from tidegate.errors import UsageError
-
-
-class Tokenizer(Protocol):
-    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]: ...
-
-    def stream(self) -> PieceDecoder: ...
-
-
-class ChatTemplate(Protocol):
-    def render(self, messages: Items[Mapping[str, Any]]) -> str: ...
-
-
-class _NoText:
-    """A stream of a model without tokenizer."""
-
-    def push(self, token_id: int) -> str:
-        return ""
-
-    def flush(self) -> str:
-        return ""
+from tidegate.models.tokenizer import Tokenizer
 
 
 class TextCodec:
-    """``name`` is the model's path, for messages."""
+    """Made before the arena, so that its memory is part of the measured runtime; jinja2 is imported only for a template."""
 
-    def __init__(self, name: str, tokenizer: Tokenizer | None, template: ChatTemplate | None) -> None:
-        self._name, self._tokenizer, self._template = name, tokenizer, template
+    def __init__(self, store: ExpertStore) -> None:
+        special, self._where = store.special_tokens(), str(store.path)
+        self._tokenizer = Tokenizer(store.tokenizer_json(), special, self._where)
+        self._template = None
+        template = store.chat_template()
+        if template is not None:
+            from tidegate.models.chat import ChatTemplate  # noqa: PLC0415
+
+            self._template = ChatTemplate(template, special, self._where)
 
     @property
     def has_chat_template(self) -> bool:
-        return self._tokenizer is not None and self._template is not None
+        return self._tokenizer.has_text and self._template is not None
 
     def encode(self, text: str) -> list[int]:
-        """Token ids with what the model expects in front. Raises UsageError without a tokenizer."""
-        return self._need_tokenizer().encode(text)
+        """Token ids with what the model expects in front. Raises CheckpointError without a tokenizer."""
+        return self._tokenizer.encode(text)
 
     def chat_prompt(self, messages: Items[Mapping[str, Any]]) -> list[int]:
-        """A conversation, ready for the answer. Raises UsageError without a tokenizer or template."""
+        """A conversation, ready for the answer. Raises UsageError without a template or for messages it refuses."""
         if self._template is None:
-            raise UsageError(f"{self._name} has no chat template; give it plain text (--raw)")
-        return self._need_tokenizer().encode(self._template.render(messages), add_special_tokens=False)
+            raise UsageError(f"{self._where} has no chat template; give it plain text")
+        return self._tokenizer.encode(self._template.render(messages), add_special=False)
 
-    def stream(self, stops: Items[str]) -> TextStream:
-        """A new answer's text; always empty without a tokenizer."""
-        if self._tokenizer is None and stops:
-            raise UsageError(f"{self._name} has no tokenizer, so --stop cannot work")
-        return TextStream(self._tokenizer.stream() if self._tokenizer else _NoText(), stops)
-
-    def _need_tokenizer(self) -> Tokenizer:
-        if self._tokenizer is None:
-            raise UsageError(f"{self._name} has no tokenizer; give token ids instead of text")
-        return self._tokenizer
+    def stream(self, stops: Items[str]) -> TextStream | None:
+        """A new answer's text; None without a tokenizer. Raises UsageError for stop strings then."""
+        if self._tokenizer.has_text:
+            return TextStream(self._tokenizer.stream(), stops)
+        if stops:
+            raise UsageError(f"{self._where} has no tokenizer, so stop strings cannot be found")
+        return None

@@ -5,8 +5,9 @@ T tokens of a sequence, V vocabulary.
 
 from __future__ import annotations
 
+import logging
 import os
-from collections.abc import Generator, Mapping
+from collections.abc import Callable, Generator, Mapping
 from collections.abc import Sequence as Items
 from dataclasses import dataclass
 from types import TracebackType
@@ -15,21 +16,37 @@ from typing import Any, overload
 import numpy as np
 from numpy.typing import NDArray
 
+from tidegate import _core
+from tidegate.checkpoint.convert import Progress
 from tidegate.config import EngineOptions, SamplingOptions, parse_options
 from tidegate.engine.build import Runtime, build
 from tidegate.engine.sequence import Sampled, Sequence
+from tidegate.engine.source import open_store
 from tidegate.errors import UsageError
 from tidegate.plan import Plan
 
 F32Array = NDArray[np.float32]
 Prompt = str | list[int]
+_log = logging.getLogger("tidegate")
 
 
-def load(path: str | os.PathLike[str], **options: Any) -> Model:
+def load(
+    path: str | os.PathLike[str],
+    *,
+    say: Callable[[str], None] = _log.info,
+    progress: Progress | None = None,
+    **options: Any,
+) -> Model:
     """Load a model inside a budget: ``load("model", memory="8GiB")``. ``path`` is an expert store, a Hugging Face folder
-    or a GGUF file; ``options`` are those of EngineOptions. Raises UsageError, BudgetTooSmall (before any weight is read),
-    CheckpointError and its kinds."""
-    return Model(build(path, parse_options(EngineOptions, options)))
+    or a GGUF file; ``options`` are those of EngineOptions.
+
+    A source is converted once into a cache folder; ``say`` gets the line that says so, ``progress`` is called with bytes
+    done, bytes in total and what was written. Raises UsageError, BudgetTooSmall (before any weight is read),
+    CheckpointError and its kinds, DiskFull.
+    """
+    parsed = parse_options(EngineOptions, options)
+    _core.tune_heap()
+    return Model(build(open_store(path, parsed, say, progress), parsed))
 
 
 @dataclass(frozen=True)

@@ -52,14 +52,11 @@ def sizes_of(config: ModelConfig, options: EngineOptions) -> Sizes:
 
 
 def needs_of(store: ExpertStore, options: EngineOptions, process: ProcessMemory, num_threads: int) -> Needs:
-    """``process``: a measurement after everything that is loaded before the arena, ``num_threads`` will be started.
-
-    The peak of the start counts as well, where it is above what the smallest arena makes of the process.
-    """
+    """``process``: a measurement after everything that is loaded before the arena; ``num_threads`` will be started."""
     config, moe = store.config, store.config.moe
     sizes = sizes_of(config, options)
     growth = GROWTH_BYTES + num_threads * THREAD_BYTES + config.num_layers * OBJECT_BYTES_PER_LAYER
-    needs = Needs(
+    return Needs(
         runtime_bytes=process.rss_bytes,
         growth_bytes=growth + SAMPLER_BYTES_PER_LOGIT * config.vocab_size,
         dense_bytes=store.dense_bytes,
@@ -70,15 +67,16 @@ def needs_of(store: ExpertStore, options: EngineOptions, process: ProcessMemory,
         num_layers=len(store.layouts),
         num_experts=moe.num_experts if moe else 0,
         min_slots=moe.num_experts_per_tok if moe else 0,
+        start_peak_bytes=process.peak_rss_bytes,
     )
-    arena_bytes = needs.fixed_bytes - needs.runtime_bytes + needs.num_layers * needs.min_slots * needs.slot_bytes
-    return replace(needs, runtime_bytes=max(needs.runtime_bytes, process.peak_rss_bytes - arena_bytes))
 
 
 def ways_out(store: ExpertStore, options: EngineOptions, process: ProcessMemory, num_threads: int) -> list[WayOut]:
     """Flags that would lower the smallest budget, each tried alone."""
     tries = {
-        f"--context {SMALL_CONTEXT_TOKENS}": replace(options, context=min(SMALL_CONTEXT_TOKENS, store.config.max_positions)),
+        f"--context {SMALL_CONTEXT_TOKENS}": replace(
+            options, context=min(SMALL_CONTEXT_TOKENS, store.config.max_positions)
+        ),
         "--sequences 1": replace(options, sequences=1),
         f"--prefill-chunk {SMALL_CHUNK_TOKENS}": replace(options, prefill_chunk=SMALL_CHUNK_TOKENS),
         "--kv f16": replace(options, kv="f16"),

@@ -11,11 +11,10 @@ from typing import Any
 
 import tidegate
 from tidegate.checkpoint.manifest import VERSION
+from tidegate.config import DENSE_KINDS, EXPERT_KINDS
 from tidegate.errors import UsageError
 from tidegate.quant.formats import Format
 
-EXPERT_KINDS = ("auto", "int4", "int8", "mxfp4", "bf16", "f32")
-DENSE_KINDS = ("auto", "int8", "int4", "bf16", "f32")
 GROUPS = (32, 64, 128)
 _SPLIT = re.compile(r"-\d{5}-of-(\d{5})\.gguf$")
 _SOURCE_SUFFIXES = (".safetensors", ".json", ".jinja")
