@@ -43,6 +43,7 @@ def converted(variant, stacked=True, absorbed=True, seed=0):
     arch = ARCHITECTURES[config["model_type"]]
     name = gguf.MODEL_ARCH_NAMES[arch]
     tensors = dict(rename(load_file(folder / "model.safetensors"), config, arch, stacked, absorbed))
+    tensors = {key: w.squeeze() for key, w in tensors.items()}  # as the converter does, so [1, D] becomes [D]
     tensors.update(rope_factors(config))
     path = write_gguf(folder / f"{stacked}-{absorbed}.gguf", name, metadata(config, name, absorbed), tensors)
     return folder, path
