@@ -56,7 +56,7 @@ class GgufWeights(FamilyWeights):
     def dense(self, name: str) -> Source:
         suffix = name.rpartition(".")[2]
         tensors = [tensor for tensor, _ in self.whole_tensors(name)]
-        if suffix == "shared_gate":  # stored as a vector [D]
+        if suffix == "shared_gate" and self._is_vector(tensors[0]):
             return Source.of(Part(tensors[0], transpose=True))
         if suffix in ("k_up", "v_up") and not tensors[0].endswith("kv_b.weight"):
             return Source.of(*tensors)
@@ -80,7 +80,13 @@ class GgufWeights(FamilyWeights):
             return [(f"{prefix}ffn_{w}{kind}.weight", half) for w in ("gate", "up")]
         if suffix == "mlp_norm" and self.config.family in _POST_ATTENTION_NORM:
             return [(prefix + "post_attention_norm.weight", shape)]
-        return [(prefix + _SIMPLE[suffix], shape[1:] if suffix == "shared_gate" else shape)]
+        name = prefix + _SIMPLE[suffix]
+        return [(name, shape[1:] if suffix == "shared_gate" and self._is_vector(name) else shape)]
+
+    def _is_vector(self, tensor: str) -> bool:
+        """The gate of the shared expert is a matrix [1, D] in some files and a vector in others."""
+        info = self.checkpoint.tensors.get(tensor)
+        return info is not None and len(info.shape) == 1
 
     def _latent_up(self, prefix: str, suffix: str) -> Wanted:
         """Newer files hold k_b [H, kv_lora, nope] and v_b [H, v, kv_lora], split and transposed as we want them."""
