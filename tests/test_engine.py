@@ -107,8 +107,8 @@ def test_a_failed_read_ends_its_sequences_and_nobody_else() -> None:
     _drain(engine)
     assert [s.finish_reason for s in sequences] == ["error", "error", "length"]
     assert isinstance(sequences[0].error, ReadFailed) and sequences[2].error is None
-    engine.scheduler._kv.check_integrity()
-    assert engine.scheduler._kv.num_free == 40
+    engine.scheduler.kv.check_integrity()
+    assert engine.scheduler.kv.num_free == 40
 
 
 def test_the_ledger_is_recounted_every_few_steps() -> None:

@@ -140,7 +140,7 @@ def _carve(arena: Arena, ledger: Ledger, owner: str, nbytes: int) -> ByteArray:
     return arena.carve(ledger.account(owner, _HINTS[owner]), nbytes)
 
 
-class _DenseTensors:
+class DenseTensors:
     """The dense section of a store, in memory."""
 
     def __init__(self, store: ExpertStore, section: ByteArray) -> None:
@@ -157,7 +157,7 @@ class _DenseTensors:
         return self._section[entry.offset : entry.offset + entry.nbytes].view(np.float32).reshape(entry.shape)
 
 
-def _read_dense(store: ExpertStore, arena: Arena, ledger: Ledger, options: EngineOptions) -> _DenseTensors:
+def _read_dense(store: ExpertStore, arena: Arena, ledger: Ledger, options: EngineOptions) -> DenseTensors:
     section = _carve(arena, ledger, "dense weights", store.dense_bytes)
     read_into(store.dense_path, 0, section, page_cache=options.page_cache)
     if options.verify:
@@ -166,7 +166,7 @@ def _read_dense(store: ExpertStore, arena: Arena, ledger: Ledger, options: Engin
             if got != entry.crc32:
                 what = f"checksum of {entry.name}"
                 raise CorruptFile(store.dense_path, entry.offset, what, f"{entry.crc32:08x}", f"{got:08x}")
-    return _DenseTensors(store, section)
+    return DenseTensors(store, section)
 
 
 def _loader(

@@ -45,7 +45,7 @@ class Scheduler:
     sequences that are scored). The head of the queue waits for pages; nobody overtakes it."""
 
     def __init__(self, kv: KvCache, *, max_running: int, prefill_chunk: int, max_logit_rows: int) -> None:
-        self._kv = kv
+        self.kv = kv
         self.max_running, self.prefill_chunk, self.max_logit_rows = max_running, prefill_chunk, max_logit_rows
         self.waiting: deque[Sequence] = deque()
         self.running: list[Sequence] = []
@@ -61,7 +61,7 @@ class Scheduler:
 
     def add(self, sequence: Sequence) -> None:
         """Queue a sequence. It must fit the KV cache when alone."""
-        assert self._kv.pages_for(sequence.most_tokens) <= self._kv.num_pages
+        assert self.kv.pages_for(sequence.most_tokens) <= self.kv.num_pages
         self.waiting.append(sequence)
 
     def schedule(self) -> list[Chunk]:
@@ -82,7 +82,7 @@ class Scheduler:
 
     def _admit(self) -> None:
         while self.waiting and len(self.running) < self.max_running:
-            pages = self._kv.allocate(self.waiting[0].id, self.waiting[0].most_tokens)
+            pages = self.kv.allocate(self.waiting[0].id, self.waiting[0].most_tokens)
             if pages is None:
                 return
             sequence = self.waiting.popleft()
@@ -113,7 +113,7 @@ class Scheduler:
             self._release(sequence)
 
     def _release(self, sequence: Sequence) -> None:
-        self._kv.free(sequence.id)
+        self.kv.free(sequence.id)
         sequence.pages = []
         if sequence in self.running:
             self.running.remove(sequence)
