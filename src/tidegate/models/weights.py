@@ -8,10 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Protocol
 
-import numpy as np
-
 from tidegate.backends.base import AttentionWeights, ByteArray, F32Array, Linear, Norm, Rope, Router
-from tidegate.checkpoint.store import ExpertStore
 from tidegate.model_config import ModelConfig
 from tidegate.models.rope import rope_table
 from tidegate.quant.formats import Format
@@ -27,24 +24,6 @@ class DenseTensors(Protocol):
 
     def plain(self, name: str) -> F32Array:
         """float32, contiguous, in the inventory's shape."""
-
-
-class StoreTensors:
-    """DenseTensors of an expert store whose dense.bin has been read into ``dense`` (uint8, 64-byte aligned)."""
-
-    def __init__(self, store: ExpertStore, dense: ByteArray) -> None:
-        assert dense.size == store.dense_bytes and dense.ctypes.data % 64 == 0
-        self._entries, self._dense = store.dense, dense
-
-    def matrix(self, name: str) -> tuple[ByteArray, Format]:
-        entry = self._entries[name]
-        assert entry.fmt is not None
-        return self._dense[entry.offset : entry.offset + entry.nbytes], entry.fmt
-
-    def plain(self, name: str) -> F32Array:
-        entry = self._entries[name]
-        values: F32Array = self._dense[entry.offset : entry.offset + entry.nbytes].view(np.float32)
-        return values.reshape(entry.shape)
 
 
 @dataclass(frozen=True)
