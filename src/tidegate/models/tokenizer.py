@@ -11,6 +11,7 @@ from tidegate.errors import CheckpointError
 
 _REPLACEMENT = "\ufffd"
 _LONGEST_WAIT = 16  # tokens; an unfinished character has at most 3 bytes, so more than this is no character
+_LONGEST_WINDOW = 64  # tokens
 
 
 class Tokenizer:
@@ -83,20 +84,18 @@ class StreamDecoder:
         self._tokenizer, self._skip_special = tokenizer, skip_special
         self._window: list[int] = []
         self._given = 0  # characters of the window's text that are out
-        self._waiting = 0  # tokens since the window's text was last complete
+        self._waiting = 0  # tokens that completed nothing, in a row
 
     def push(self, token_id: int) -> str:
         """The characters that ``token_id`` completes, often none."""
         self._window.append(token_id)
         text = self._decode(self._window)
-        self._waiting += 1
-        complete = not text.endswith(_REPLACEMENT) or self._waiting > _LONGEST_WAIT
-        stable = text if complete else text.rstrip(_REPLACEMENT)
+        stable = text if self._waiting >= _LONGEST_WAIT else text.rstrip(_REPLACEMENT)
         new = stable[self._given :]
         self._given = max(self._given, len(stable))
-        if complete:
-            self._waiting = 0
-            self._shorten(token_id)
+        self._waiting = 0 if new else self._waiting + 1
+        if new or len(self._window) > _LONGEST_WINDOW:
+            self._shorten()
         return new
 
     def flush(self) -> str:
@@ -105,11 +104,16 @@ class StreamDecoder:
         self._window, self._given, self._waiting = [], 0, 0
         return rest
 
-    def _shorten(self, last: int) -> None:
-        """Keep only the last token as the next one's neighbour, unless it has no text of its own to be one."""
-        text = self._decode([last])
-        if text or len(self._window) > _LONGEST_WAIT:
-            self._window, self._given = [last], len(text)
+    def _shorten(self) -> None:
+        """Keep only as many tokens as the next one's neighbours as have whole characters of their own."""
+        for size in range(1, len(self._window)):
+            whole = self._decode(self._window[-size:]).rstrip(_REPLACEMENT)
+            if whole and _REPLACEMENT not in whole:
+                self._window, self._given = self._window[-size:], len(whole)
+                return
+        if len(self._window) > _LONGEST_WINDOW:
+            self._window = self._window[-1:]
+            self._given = len(self._decode(self._window))
 
     def _decode(self, token_ids: list[int]) -> str:
         return self._tokenizer.decode(token_ids, self._skip_special)
