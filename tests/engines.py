@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,24 @@ from tidegate.config import EngineOptions, parse_options
 from tidegate.engine.build import build
 from tidegate.engine.model import Model
 from tidegate.engine.sampler import sample
+from tidegate.memory.probe import ProcessMemory
+
+
+@pytest.fixture(scope="module", autouse=True)
+def fixed_process() -> Iterator[None]:
+    """Plans and ledgers of the importing module see a small process that never grows, not the one that runs all tests, so
+    that a budget means the same number of slots every time. Real processes are measured in test_memory_limit.py."""
+    process = ProcessMemory(50 << 20, 50 << 20, 30 << 20, 20 << 20, 0, 1 << 20, 1 << 30, 4)
+    with pytest.MonkeyPatch.context() as patch:
+        for user in ("tidegate.engine.build", "tidegate.memory.ledger"):
+            patch.setattr(f"{user}.process_memory", lambda: process)
+        yield
+
+
+def smallest_budget(store: Path, **options: Any) -> int:
+    """What leaves exactly top-k slots a layer."""
+    with load_model(store, **options) as model:
+        return model.plan.needs.smallest_bytes
 
 
 def load_model(store: Path, reader: _core.BlockReader | None = None, **options: Any) -> Model:

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from engines import load_model, num_threads
+from engines import fixed_process, load_model, num_threads
 from stores import VOCAB, qwen_config, write_store
 from tidegate import _core
 from tidegate.backends.base import Backend, Routing
@@ -29,6 +29,7 @@ from tidegate.models.decoder import Decoder
 from tidegate.models.moe import Experts
 from tidegate.models.weights import model_weights
 
+__all__ = ["fixed_process"]
 PROMPT = list(range(40, 60))
 
 
@@ -41,13 +42,6 @@ def store(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def answer(store: Path) -> list[int]:
     with load_model(store) as model:
         return model.generate(PROMPT, max_tokens=10, ignore_eos=True).token_ids
-
-
-def _smallest(store: Path, **options: object) -> int:
-    """A budget that leaves exactly top-k slots a layer."""
-    with load_model(store, **options) as model:
-        needs = model.plan.needs
-    return needs.smallest_bytes + needs.slot_bytes * needs.num_layers // 2
 
 
 @settings(max_examples=25, deadline=None)

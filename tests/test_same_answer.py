@@ -1,0 +1,86 @@
+"""Logits are the same to the bit for every budget, policy, thread count, prefill chunk and batch, with late reads."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from engines import fixed_process, load_model, record_logits
+from stores import deepseek_config, qwen_config, write_store
+from tidegate import _core
+from tidegate.config import SamplingOptions
+
+__all__ = ["fixed_process"]
+PROMPT = [int(i) for i in np.random.default_rng(4).integers(0, 250, 45)]
+ANSWER = 12
+STORES = {
+    "qwen3_moe": (qwen_config(), "int4-g32", "int8-g32"),
+    "deepseek_v2": (deepseek_config(), "int8-g32", "bf16"),
+}
+
+
+@pytest.fixture(scope="module", params=list(STORES))
+def family(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, object]]:
+    """A store and what its model says when it is alone and everything fits."""
+    config, experts, dense = STORES[request.param]
+    store = write_store(tmp_path_factory.mktemp(request.param) / "store", config, experts, dense)
+    with pytest.MonkeyPatch.context() as patch:
+        rows = record_logits(patch)
+        with load_model(store, threads=1, prefill_chunk=64) as model:
+            done = model.generate(PROMPT, max_tokens=ANSWER, ignore_eos=True)
+            scored = model.logits(PROMPT + done.token_ids[:-1])
+    assert len(rows) == 1
+    answer = np.array(next(iter(rows.values())))
+    assert np.isfinite(answer).all() and np.array_equal(answer, scored[len(PROMPT) - 1 :])
+    return store, {"ids": done.token_ids, "answer": answer, "scored": scored}
+
+
+draws = st.fixed_dictionaries(
+    {
+        "slots_ratio": st.floats(0, 1),
+        "policy": st.sampled_from(["decayed-lfu", "lru", "lfu", "lfru"]),
+        "threads": st.integers(1, 4),
+        "io_threads": st.integers(1, 6),
+        "prefill_chunk": st.integers(1, 70),
+        "mates": st.lists(st.tuples(st.integers(1, 60), st.integers(1, 20), st.booleans()), max_size=4),
+        "place": st.integers(0, 4),
+        "delay_us": st.sampled_from([0, 100, 800]),
+        "seed": st.integers(0, 1 << 30),
+        "scored": st.booleans(),
+    }
+)
+
+
+@settings(max_examples=30, deadline=None, derandomize=True)
+@given(draw=draws)
+def test_nothing_but_the_tokens_decides_the_logits(family, draw) -> None:
+    store, wanted = family
+    options = {name: draw[name] for name in ("policy", "threads", "io_threads", "prefill_chunk")}
+    options["sequences"] = len(draw["mates"]) + 1
+    with load_model(store, **options) as model:
+        needs = model.plan.needs
+    most = needs.largest_useful_bytes
+    budget = needs.smallest_bytes + int(draw["slots_ratio"] * (most - needs.smallest_bytes))
+    reader = _core.FaultyReader(seed=draw["seed"], max_delay_us=draw["delay_us"])
+    random = np.random.default_rng(draw["seed"])
+    with pytest.MonkeyPatch.context() as patch:
+        rows = record_logits(patch)
+        with load_model(store, reader, memory=budget, **options) as model:
+            mates = [
+                model._sequence(
+                    random.integers(0, 250, prompt).tolist(),
+                    SamplingOptions(max_tokens=answer, ignore_eos=True, temperature=1.0, seed=draw["seed"]),
+                    keep_logits=scored,
+                )
+                for prompt, answer, scored in draw["mates"]
+            ]
+            main = model._sequence(PROMPT, SamplingOptions(max_tokens=ANSWER, ignore_eos=True))
+            mates.insert(min(draw["place"], len(mates)), main)
+            model._finish(mates)
+            assert np.array_equal(np.array(rows[main.id]), wanted["answer"])
+            assert main.output_ids == wanted["ids"]
+            if draw["scored"]:
+                assert np.array_equal(model.logits(PROMPT + main.output_ids[:-1]), wanted["scored"])
+            model._runtime.cache.check_integrity()
