@@ -1,0 +1,58 @@
+"""``tidegate convert``: turn a checkpoint into an expert store."""
+
+from __future__ import annotations
+
+import sys
+import time
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from tidegate.checkpoint.convert import ConvertOptions, convert
+from tidegate.checkpoint.manifest import Manifest
+from tidegate.checkpoint.store import ExpertStore
+from tidegate.cli.progress import ByteProgress
+from tidegate.config import DENSE_KINDS, EXPERT_KINDS
+from tidegate.units import format_bytes, format_seconds
+
+_INTERRUPTED = 130
+
+
+def command(
+    src: Annotated[Path, typer.Argument(help="A Hugging Face folder or a GGUF file.", show_default=False)],
+    dst: Annotated[Path, typer.Argument(help="The folder to make.", show_default=False)],
+    experts: Annotated[
+        str,
+        typer.Option(metavar="|".join(EXPERT_KINDS), help="Format of routed experts. auto: the source's own, or int4."),
+    ] = "auto",
+    dense: Annotated[
+        str, typer.Option(metavar="|".join(DENSE_KINDS), help="Format of the rest. auto: the source's own, or int8.")
+    ] = "auto",
+    group: Annotated[
+        int | None, typer.Option(metavar="32|64|128", help="Inputs that share a scale in int4 and int8 (default: 32).")
+    ] = None,
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace a store that is there already.")] = False,
+) -> int:
+    """Interrupted or killed, the same command goes on where it was. Routers, norms and biases stay float32."""
+    options = ConvertOptions(experts, dense, group)
+    started_s = time.monotonic()
+    try:
+        with ByteProgress(f"converting {src}") as progress:
+            convert(src, dst, options, overwrite=overwrite, progress=progress)
+    except KeyboardInterrupt:
+        print(f"tidegate: interrupted; {dst}.partial keeps what is done, the same command goes on", file=sys.stderr)
+        return _INTERRUPTED
+    print(_summary(dst, ExpertStore.open(dst).manifest, time.monotonic() - started_s))
+    return 0
+
+
+def _summary(dst: Path, manifest: Manifest, elapsed_s: float) -> str:
+    total_bytes = manifest.dense_bytes + manifest.expert_bytes
+    dense = sorted({str(entry.fmt) for entry in manifest.dense if entry.fmt})
+    experts = sorted({str(fmt) for layer in manifest.layers for fmt in (layer.layout.fmt, layer.layout.down_fmt)})
+    parts = [f"{format_bytes(manifest.dense_bytes)} dense ({', '.join(dense)})"]
+    if experts:
+        parts.append(f"{format_bytes(manifest.expert_bytes)} experts ({', '.join(experts)})")
+    speed = format_bytes(int(total_bytes / max(elapsed_s, 1e-3)))
+    return f"{dst}: {' + '.join(parts)} written in {format_seconds(elapsed_s)} ({speed}/s)"
