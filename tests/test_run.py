@@ -51,7 +51,7 @@ def test_a_prompt_is_answered_and_the_run_ends_with_one_line(store: Path) -> Non
     assert done.stdout.endswith("\n") and len(done.stdout) > 1
     lines = done.stderr.splitlines()
     assert lines[0].startswith("memory: 120 MiB by --memory")
-    assert any(line.startswith("expert slots") and "16 of 16 experts a layer (100%)" in line for line in lines)
+    assert any("expert slots" in line and "16 of 16 experts a layer (100%)" in line for line in lines)
     assert CLOSING.match(lines[-1]), lines[-1]
 
 

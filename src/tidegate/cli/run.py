@@ -12,7 +12,8 @@ import typer
 
 from tidegate.cli.interrupt import Interrupt
 from tidegate.cli.options import flags
-from tidegate.cli.report import closing_line, print_plan
+from tidegate.cli.progress import ByteProgress
+from tidegate.cli.report import closing_line, plan_table
 from tidegate.config import EngineOptions, SamplingOptions, parse_options, split_options
 from tidegate.engine.model import Model, load
 from tidegate.errors import UsageError
@@ -41,9 +42,11 @@ def command(
         raise UsageError(f"--chat does not go with {'--raw' if raw else '--json'}")
     parse_options(SamplingOptions, sampling)  # a bad value is refused before anything is loaded
     text = _prompt(prompt, file, chat)
-    with load(model, **engine_options) as loaded:
+    with ByteProgress(f"converting {model}") as progress:
+        loaded = load(model, say=_say, progress=progress, **engine_options)
+    with loaded:
         if not as_json:
-            print_plan(loaded.plan, loaded.budget_explanation)
+            _say(plan_table(loaded.plan, loaded.budget_explanation))
         exit_code = 0
         if text is None or chat:
             from tidegate.cli.chat import talk_with  # noqa: PLC0415  (needs readline)
@@ -52,8 +55,12 @@ def command(
         else:
             exit_code = _answer(loaded, text, raw, as_json, sampling)
         if not as_json:
-            print(closing_line(loaded.stats()), file=sys.stderr)
+            _say(closing_line(loaded.stats()))
     return exit_code
+
+
+def _say(message: str) -> None:
+    print(message, file=sys.stderr, flush=True)
 
 
 def _prompt(prompt: str | None, file: Path | None, chat: bool) -> str | None:

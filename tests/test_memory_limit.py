@@ -1,0 +1,63 @@
+"""Child processes under a real memory limit equal to --memory: none is killed, none passes its budget, and the ledger
+agrees with the kernel."""
+
+import json
+import random
+import sys
+from pathlib import Path
+
+import pytest
+from cgroup import Finished, run_under_limit
+from stores import qwen_config, write_store
+
+PROMPT = "The tide is the rise and fall of the sea. " * 4
+NUM_BUDGETS = 50
+
+
+@pytest.fixture(scope="module")
+def store(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """40 MB of experts beside a process of 50 MB."""
+    config = qwen_config(
+        hidden_size=256,
+        num_hidden_layers=6,
+        num_attention_heads=8,
+        head_dim=32,
+        num_experts=32,
+        moe_intermediate_size=384,
+    )
+    return write_store(tmp_path_factory.mktemp("limit") / "store", config)
+
+
+def _run(store: Path, budget: int, *arguments: str) -> Finished:
+    command = [sys.executable, "-m", "tidegate", "run", store, PROMPT, "--json", "--ignore-eos", "--context", "512"]
+    return run_under_limit([*map(str, command), "--memory", f"{budget}B", "--max-tokens", "8", *arguments], budget)
+
+
+def _result(done: Finished) -> dict[str, object]:
+    assert done.returncode == 0 and done.oom_kills == 0, done
+    return json.loads(done.stdout)
+
+
+def test_random_budgets_hold_and_the_ledger_agrees_with_the_kernel(store: Path) -> None:
+    everything = _result(_run(store, 400 << 20))
+    smallest, most = everything["plan"]["smallest_bytes"], everything["plan"]["largest_useful_bytes"]
+    assert most - smallest > 30 << 20
+    draw = random.Random(11)
+    budgets = [smallest + (1 << 19), most, *(draw.randint(smallest + (1 << 19), most) for _ in range(NUM_BUDGETS - 2))]
+    slots = set()
+    for budget in budgets:
+        threads, chunk = str(draw.randint(1, 3)), str(draw.choice([16, 64, 256]))
+        result = _result(_run(store, budget, "--threads", threads, "--prefill-chunk", chunk))
+        assert result["text"] == everything["text"]
+        peak, planned = result["peak_bytes"], budget - result["plan"]["accounts_bytes"]["headroom"]
+        assert peak <= budget, (budget, result)
+        assert abs(result["ledger_bytes"] - peak) <= 0.03 * peak, (budget, result)
+        assert abs(planned - peak) <= 0.03 * peak, (budget, planned, result)
+        slots.add(sum(result["plan"]["slots_per_layer"]))
+    assert len(slots) > 20
+
+
+def test_a_budget_below_the_smallest_is_refused_under_its_own_limit(store: Path) -> None:
+    smallest = _result(_run(store, 400 << 20))["plan"]["smallest_bytes"]
+    done = _run(store, smallest - (1 << 20))
+    assert done.returncode == 2 and done.oom_kills == 0 and "the smallest budget that works is" in done.stderr
