@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
+
 from cgroup import Finished, run_under_limit
 from stores import qwen_config, write_store
 
