@@ -24,7 +24,7 @@ from tidegate.model_config import ModelConfig
 from tidegate.models.decoder import Decoder
 from tidegate.models.families import model_config, weight_map
 from tidegate.models.moe import Experts
-from tidegate.models.weights import model_weights
+from tidegate.models.weights import DenseTensors, model_weights
 from tidegate.quant.formats import Format
 from tidegate.quant.layout import ExpertLayout
 from tidegate.quant.pack import pack
@@ -179,9 +179,22 @@ def tiny_model(
         memory = MemoryExperts(checkpoint, weights, layout, slots * config.num_moe_layers)
         cache = ExpertCache([slots] * config.num_moe_layers, moe.num_experts, DecayedLfu, memory)
         routed = Experts(cache, memory, [layout] * config.num_moe_layers)
-    backend = make_backend()
+    tensors = PackedTensors(checkpoint, weights, config, dense)
+    return assemble(config, tensors, routed, make_backend(), memory, kv_dtype, context_tokens, num_pages)
+
+
+def assemble(
+    config: ModelConfig,
+    tensors: DenseTensors,
+    routed: Experts | None,
+    backend: Backend[Any],
+    memory: MemoryExperts | None = None,
+    kv_dtype: str = "f32",
+    context_tokens: int = 128,
+    num_pages: int = 32,
+) -> TinyModel:
+    """A TinyModel of weights that are in memory already."""
     kv = KvLayout.of(config.attention, config.rope, config.num_layers, kv_dtype)
     backend.bind_kv(kv, aligned(num_pages * kv.page_bytes))
-    tensors = PackedTensors(checkpoint, weights, config, dense)
     decoder = Decoder(config, model_weights(config, tensors, context_tokens), backend, routed)
     return TinyModel(config, decoder, memory, kv, num_pages)

@@ -184,7 +184,8 @@ def _sparsemixer(logits_TE: F64Array, jitter: float) -> tuple[I32Array, F32Array
     for _ in range(2):
         best_T1 = open_TE.argmax(axis=1)[:, None]
         top_T1 = np.take_along_axis(open_TE, best_T1, axis=1)
-        far = (top_T1 - logits_TE) / np.maximum(np.abs(logits_TE), top_T1) > 2 * jitter
+        with np.errstate(divide="ignore", invalid="ignore"):  # a logit of zero below a negative one is not far
+            far = (top_T1 - logits_TE) / np.maximum(np.abs(logits_TE), top_T1) > 2 * jitter
         near = softmax(np.where(far, -np.inf, open_TE))
         ids.append(best_T1)
         weights.append(np.take_along_axis(near, best_T1, axis=1))
