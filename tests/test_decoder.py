@@ -1,0 +1,82 @@
+"""The decoder around the expert cache: failed loads, retries, recorded routing, loads before shared experts."""
+
+import numpy as np
+import pytest
+
+import checkpoints
+from in_memory import TinyModel, tiny_model
+from test_parity import token_ids
+from tidegate.backends.reference import ReferenceBackend
+from tidegate.errors import ReadFailed
+from tidegate.experts.trace import TraceMeta, TraceReader, TraceWriter
+
+
+def model(name: str = "qwen2_moe", **options: object) -> TinyModel:
+    return tiny_model(checkpoints.checkpoint(name), ReferenceBackend, **options)
+
+
+@pytest.mark.parametrize("capacity", [2, 5, 12])
+@pytest.mark.parametrize("fail_at", [0, 3, 11])
+def test_a_failed_load_leaves_a_consistent_cache_and_the_step_can_be_tried_again(capacity, fail_at, monkeypatch):
+    ids = token_ids()
+    wanted = model().run([(0, ids[:20])])[0]
+    broken = model(capacity=capacity)
+    waits, wait = 0, broken.memory.wait
+
+    def failing(slot):
+        nonlocal waits
+        waits += 1
+        if waits == fail_at + 1:
+            raise ReadFailed("experts.bin", 4096, 100, 7, "Input/output error")
+        return wait(slot)
+
+    monkeypatch.setattr(broken.memory, "wait", failing)
+    with pytest.raises(ReadFailed, match="Input/output error"):
+        broken.run([(0, ids[:20])])
+    cache = broken.decoder.experts.cache
+    cache.check_integrity()
+    assert not any(book.pinned for book in cache._layers)
+    assert np.array_equal(broken.run([(0, ids[:20])])[0], wanted)
+
+
+def test_routing_is_recorded_layer_by_layer(tmp_path):
+    tiny = model("qwen3_moe")
+    config, experts = tiny.config, tiny.decoder.experts
+    meta = TraceMeta(config.num_moe_layers, config.moe.num_experts, config.moe.num_experts_per_tok)
+    experts.trace = TraceWriter(tmp_path / "trace.npz", meta)
+    ids = token_ids(12)
+    for chunk in (ids[:9], ids[9:10], ids[10:]):
+        rows = np.zeros(len(chunk), np.int32)
+        experts.trace.begin_step(rows, rows, chunk)
+        tiny.run([(0, chunk)])
+        experts.trace.end_step()
+    experts.trace.close()
+    reader = TraceReader(tmp_path / "trace.npz")
+    [recorded] = list(reader)
+    reader.close()
+    assert recorded.experts.shape == (12, 3, 4) and recorded.step.tolist() == [0] * 9 + [1] + [2] * 2
+    np.testing.assert_allclose(recorded.weights.astype(np.float32).sum(axis=2), 1, atol=2e-3)  # norm_topk_prob
+    loaded = {(layer, int(e)) for layer in range(3) for e in np.unique(recorded.experts[:, layer])}
+    assert loaded == {(key.layer, key.expert) for key in tiny.memory.loads}
+
+
+def test_loads_are_on_their_way_while_the_shared_expert_is_computed(monkeypatch):
+    tiny = model("deepseek_v2_lite")
+    events = []
+    backend, memory = tiny.decoder.backend, tiny.memory
+    for owner, name in ((memory, "load"), (memory, "wait"), (backend, "gated_mlp")):
+        call = getattr(owner, name)
+        monkeypatch.setattr(owner, name, lambda *a, call=call, name=name, **k: (events.append(name), call(*a, **k))[1])
+    tiny.run([(0, token_ids(1))])
+    routed = tiny.config.moe.num_experts_per_tok
+    layer = ["load"] * routed + ["gated_mlp"] + ["wait"] * routed
+    assert events == ["gated_mlp", *layer, *layer]  # the first layer is dense
+
+
+def test_logits_are_given_for_the_rows_asked_for():
+    whole = model("mixtral").run([(0, token_ids(10))])[0]
+    tiny = model("mixtral")
+    forward = tiny.decoder.forward
+    rows = np.array([9, 2], np.int32)
+    tiny.decoder.forward = lambda batch: forward(type(batch)(**{**vars(batch), "logit_rows_R": rows}))
+    assert np.array_equal(np.concatenate(tiny.run([(0, token_ids(10))]))[:2], whole[rows])
