@@ -1,0 +1,1 @@
+"""Training small MoE models: corpus, tokenizer, router losses, trainer, export (the only extra that needs torch)."""
