@@ -19,6 +19,7 @@ COMMANDS = {
     "run": "Answer a prompt, a file or a chat with a model, inside a memory budget.",
     "convert": "Turn a checkpoint into an expert store: packed, checked, ready to stream.",
     "info": "Show what is in a checkpoint or a store.",
+    "train": "Train a small MoE model on the CPU; stop, kill and resume it at will.",
 }
 INTERRUPTED = 130
 # The root of what typer raises about a command line; which class that is depends on typer's version.

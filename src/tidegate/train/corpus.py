@@ -138,7 +138,8 @@ def make(destination: Path, cache: Path) -> list[dict[str, Any]]:
                 "domain": source.domain, "package": source.package, "kind": source.kind, "licence": source.licence,
                 "documents": num_documents, "train_bytes": counts["train"], "heldout_bytes": counts["heldout"],
             })  # fmt: skip
-            print(f"{source.domain:13} {source.package:26} {num_documents:7} documents {sum(counts.values()):12,} bytes", flush=True)
+            size = sum(counts.values())
+            print(f"{source.domain:13} {source.package:26} {num_documents:7} documents {size:12,} bytes", flush=True)
     (destination / "sources.json").write_text(json.dumps(report, indent=1) + "\n")
     return report
 

@@ -45,7 +45,9 @@ def files(
                 yield name, result
 
 
-def html_pages(pattern: str = "*.html*", only: str = "", skip: str = r"genindex|search|_print|print\.html") -> Callable[[Path], Documents]:
+def html_pages(
+    pattern: str = "*.html*", only: str = "", skip: str = r"genindex|search|_print|print\.html"
+) -> Callable[[Path], Documents]:
     def read(root: Path) -> Documents:
         for name, result in files(root, pattern, text_of.from_html, skip):
             if re.search(only, name):
@@ -62,7 +64,11 @@ def rst_pages(folder: str, skip: str = r"$^") -> Callable[[Path], Documents]:
     return read
 
 
-def programs(*suffixes: str, skip: str = r"(^|/)(tests?|testing|testdata|locale|_vendor|deps/jemalloc|amalgamation)(/|$)") -> Callable[[Path], Documents]:
+_NOT_PROGRAMS = r"(^|/)(tests?|testing|testdata|locale|_vendor|deps/jemalloc|amalgamation)(/|$)"
+_NOT_PYTHON = r"(^|/)(test|tests|idlelib|lib2to3|clinic|libffi\w*|encodings)(/|$)"
+
+
+def programs(*suffixes: str, skip: str = _NOT_PROGRAMS) -> Callable[[Path], Documents]:
     def read(root: Path) -> Documents:
         for suffix in suffixes:
             for name, result in files(root, "*" + suffix, text_of.from_program, skip):
@@ -98,7 +104,8 @@ def bible(root: Path) -> Documents:
     program, data = next(root.rglob("usr/bin/bible")), next(root.rglob("bible.data")).parent
     command = [str(program), "-p", str(data), "-f", "-l30000", "gen1:1-rev22:21"]
     lines = subprocess.run(command, check=True, capture_output=True, text=True, timeout=60).stdout.splitlines()
-    chapter, verses = "", []
+    chapter = ""
+    verses: list[str] = []
     for line in lines:
         match = re.match(r"\s*([1-3]?[A-Za-z]+\s?\d+):\d+\s+(.*)", line)
         if match and match[1] != chapter:
@@ -240,7 +247,7 @@ SOURCES: tuple[Source, ...] = (
     Source("manuals", "deb", "gnome-user-docs", "CC-BY-SA-3.0", html_pages("*.page", only=r"/C/")),
     Source("manuals", "deb", "gimp-help-en", "GFDL-1.2-or-later", html_pages()),
     Source("manuals", "deb", "cppreference-doc-en-html", "CC-BY-SA-3.0", html_pages(only=r"/en/(c|cpp)/"), 12_000_000),
-    Source("code", "deb-src", "python3.11", "PSF-2.0", programs(".py", ".c", skip=r"(^|/)(test|tests|idlelib|lib2to3|clinic|libffi\w*|encodings)(/|$)")),
+    Source("code", "deb-src", "python3.11", "PSF-2.0", programs(".py", ".c", skip=_NOT_PYTHON)),
     *(Source("code", "wheel", name, licence, programs(".py")) for name, licence in _WHEELS.items()),
     *(Source("code", "deb-src", name, licence, programs(".c")) for name, licence in _C_SOURCES.items()),
     Source("chinese", "deb", "libreoffice-help-zh-cn", "MPL-2.0", chinese_only(html_pages())),

@@ -1,6 +1,7 @@
 """Batches of token windows: a fixed mixture of domains, each domain walked in a seeded permutation without repeats.
 
-Everything follows from the seed and a sequence's number, so a resumed run sees exactly the batches the interrupted one would have.
+Everything follows from the seed and a sequence's number: a resumed run sees exactly the batches that the interrupted
+one would have seen.
 """
 
 from __future__ import annotations

@@ -119,8 +119,8 @@ class Model:
         self._gradient_buffers = gradients
         self.routers = routers
         device = str(weights.full.device)
-        for item in self.routers:
-            item.to(device)
+        for router in self.routers:
+            router.to(device)
         self._cos, self._sin = (table.to(device) for table in rotary_tables(architecture, sequence_length))
         ones = torch.ones(sequence_length, sequence_length, dtype=torch.bool)
         self._mask_LL = torch.zeros(ones.shape).masked_fill_(ones.triu(1), float("-inf")).to(device)
@@ -136,7 +136,7 @@ class Model:
     def loss(self, ids_BL: torch.Tensor, targets_BL: torch.Tensor, temperature: float = 1.0) -> StepResult:
         """Build the graph. Gradients are complete after ``result.loss.backward()`` on cleared buffers."""
         hidden_TD, extra, load_LE = self._hidden(ids_BL, temperature, self.kernels)
-        nll = FusedCrossEntropy.apply(
+        nll = FusedCrossEntropy.apply(  # type: ignore[no-untyped-call]
             hidden_TD, self.weights["embedding"], targets_BL.reshape(-1), self.gradients["embedding"],
             self.kernels.softmax_slope,
         )  # fmt: skip
@@ -159,7 +159,7 @@ class Model:
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Final normed hidden state [T, D] bfloat16, the router losses' sum, and loads [layers, E]."""
         weights, gradients, shape = self.weights, self.gradients, self.architecture
-        x_TD = Embedding.apply(
+        x_TD = Embedding.apply(  # type: ignore[no-untyped-call]
             weights["final_norm"], ids_BL.reshape(-1), weights["embedding"], gradients["embedding"]
         )
         extra, loads = torch.zeros((), device=x_TD.device), []
@@ -173,7 +173,7 @@ class Model:
             routing = router.route(logits_TE, temperature)
             big = (at + "gate_up", at + "down")
             tensors = tuple(weights[name] for name in big) + tuple(gradients[name] for name in big)
-            x_TD = x_TD + Experts.apply(hidden_TD, routing.weights_TK, routing.expert_ids_TK, tensors, kernels.experts)
+            x_TD = x_TD + Experts.apply(hidden_TD, routing.weights_TK, routing.expert_ids_TK, tensors, kernels.experts)  # type: ignore[no-untyped-call]
             extra = extra + routing.loss
             loads.append(routing.load_E)
         return rms_norm(x_TD, weights["final_norm"], shape.norm_eps).to(torch.bfloat16), extra, torch.stack(loads)

@@ -1,0 +1,93 @@
+"""``tidegate train``: start or resume a training run, or export its newest checkpoint as a Hugging Face folder."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from tidegate.errors import UsageError
+from tidegate.train.options import RouterOptions, TrainOptions
+
+_RUN, _ROUTER = "Run", "Router"
+
+
+def command(
+    run: Annotated[Path, typer.Argument(help="Folder of the run: checkpoints, curve, options.")],
+    tokens: Annotated[Path, typer.Option(help="Folder of token files, made by python -m tidegate.train.tokenizer.")],
+    resume: Annotated[bool, typer.Option("--resume", help="Go on from the newest checkpoint.")] = False,
+    export: Annotated[
+        Path | None, typer.Option(help="Train nothing; write the newest checkpoint as a Hugging Face folder.")
+    ] = None,
+    time_limit: Annotated[float | None, typer.Option(help="Save and stop after this many seconds.")] = None,
+    steps: Annotated[int | None, typer.Option(rich_help_panel=_RUN, help="Optimizer steps in all.")] = None,
+    decay_steps: Annotated[int | None, typer.Option(rich_help_panel=_RUN, help="Last steps, with a falling rate.")] = None,
+    warmup_steps: Annotated[int | None, typer.Option(rich_help_panel=_RUN, help="First steps, with a rising rate.")] = None,
+    matrix_rate: Annotated[float | None, typer.Option(rich_help_panel=_RUN, help="Peak rate of matrices.")] = None,
+    other_rate: Annotated[float | None, typer.Option(rich_help_panel=_RUN, help="Peak rate of the rest.")] = None,
+    batch_sequences: Annotated[int | None, typer.Option(rich_help_panel=_RUN, help="Sequences a step.")] = None,
+    sequence_length: Annotated[int | None, typer.Option(rich_help_panel=_RUN, help="Tokens a sequence.")] = None,
+    seed: Annotated[int | None, typer.Option(rich_help_panel=_RUN, help="Of weights and batches.")] = None,
+    workers: Annotated[int | None, typer.Option(rich_help_panel=_RUN, help="Processes; one a core is best.")] = None,
+    no_compile: Annotated[bool, typer.Option("--no-compile", rich_help_panel=_RUN, help="Needs no C++ compiler.")] = False,
+    qat_from_step: Annotated[
+        int | None, typer.Option(rich_help_panel=_RUN, help="Experts compute with int4 values from this step on.")
+    ] = None,
+    balance_alpha: Annotated[float | None, typer.Option(rich_help_panel=_ROUTER, help="Weight of the balance loss.")] = None,
+    balance_scope: Annotated[str | None, typer.Option(rich_help_panel=_ROUTER, help="batch or window.")] = None,
+    z_loss: Annotated[float | None, typer.Option(rich_help_panel=_ROUTER, help="Weight of the router z-loss.")] = None,
+    bias_rate: Annotated[float | None, typer.Option(rich_help_panel=_ROUTER, help="Balance by bias, this much a step.")] = None,
+    capacity_factor: Annotated[float | None, typer.Option(rich_help_panel=_ROUTER, help="Limit of an expert's load.")] = None,
+    router_temperature_end: Annotated[float | None, typer.Option(rich_help_panel=_ROUTER, help="Reached half way.")] = None,
+    router_init: Annotated[str | None, typer.Option(rich_help_panel=_ROUTER, help="normal or orthogonal.")] = None,
+) -> int:
+    """Curves are written as curve.jsonl and curve.png. A killed run loses at most four minutes."""
+    plain = given(
+        steps=steps, decay_steps=decay_steps, warmup_steps=warmup_steps, matrix_rate=matrix_rate, other_rate=other_rate,
+        batch_sequences=batch_sequences, sequence_length=sequence_length, seed=seed, world_size=workers,
+        qat_from_step=qat_from_step, compile=False if no_compile else None,
+    )  # fmt: skip
+    router = given(
+        balance_alpha=balance_alpha, balance_scope=balance_scope, z_loss=z_loss, bias_rate=bias_rate,
+        capacity_factor=capacity_factor, temperature_end=router_temperature_end, init=router_init,
+    )  # fmt: skip
+    if export is not None:
+        if plain or router or resume:
+            raise UsageError("--export goes with no training option: it writes the newest checkpoint as it is")
+        export_latest(run, tokens, export)
+        return 0
+    if resume and (router or seed is not None):
+        raise UsageError("--resume: router options and the seed are the run's own and cannot change")
+    train(run, tokens, resume, plain, router, time_limit)
+    return 0
+
+
+def given(**values: Any) -> dict[str, Any]:
+    """The options that the user gave."""
+    return {name: value for name, value in values.items() if value is not None}
+
+
+def export_latest(run: Path, tokens: Path, destination: Path) -> None:
+    from tidegate.train.checkpoint import latest  # noqa: PLC0415  (torch)
+    from tidegate.train.export import export  # noqa: PLC0415
+
+    source = latest(run)
+    export(source, tokens / "tokenizer.json", destination)
+    print(f"{source.name} written to {destination}")
+
+
+def train(
+    run: Path, tokens: Path, resume: bool, plain: dict[str, Any], router: dict[str, Any], time_limit: float | None
+) -> None:
+    from tidegate.train.progress import Progress  # noqa: PLC0415  (torch)
+    from tidegate.train.trainer import Trainer  # noqa: PLC0415
+
+    if resume:
+        trainer = Trainer.resume(run, tokens, plain)
+    elif list(run.glob("checkpoint-*.pt")):
+        raise UsageError(f"{run}: holds a run already; --resume goes on with it")
+    else:
+        trainer = Trainer(run, tokens, TrainOptions(router=RouterOptions(**router), **plain))
+    with Progress(trainer.options, run) as progress:
+        trainer.run(progress, time_limit_s=time_limit or float("inf"))
