@@ -132,15 +132,14 @@ class HfCheckpoint(Checkpoint):
         for name in names:
             file = InputFile(self.path / name)
             self._files[file.path] = file
-            self._add_shard(read_header(file), weight_map)
+            self._add_shard(name, read_header(file), weight_map)
         for tensor, shard in weight_map.items():
             if tensor not in self._on_disk:
                 raise BadTensor(f"{self.path / shard}: {tensor} is missing, though {index_path.name} says it is here")
 
-    def _add_shard(self, header: dict[str, TensorInfo], weight_map: dict[str, str]) -> None:
+    def _add_shard(self, shard: str, header: dict[str, TensorInfo], weight_map: dict[str, str]) -> None:
         for name, info in header.items():
-            listed = weight_map.get(name, info.path.name)
-            if listed != info.path.name:
+            if weight_map.get(name, shard) != shard:
                 continue  # another shard has the copy that counts
             if name in self._on_disk:
                 other = self._on_disk[name].path

@@ -49,7 +49,8 @@ def read_header(file: InputFile) -> dict[str, TensorInfo]:
 def _tensor(name: str, entry: Any, data_start: int, file: InputFile) -> TensorInfo:
     try:
         dtype, shape, (begin, end) = entry["dtype"], tuple(entry["shape"]), entry["data_offsets"]
-        good = all(type(v) is int and v >= 0 for v in (*shape, begin, end)) and isinstance(dtype, str)
+        good = {int}.issuperset(map(type, shape)) and type(begin) is type(end) is int and isinstance(dtype, str)
+        good = good and min(begin, end, *shape) >= 0
     except (TypeError, KeyError, ValueError):
         good = False
     if not good:
