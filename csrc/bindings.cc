@@ -1,7 +1,7 @@
-// The only file that knows Python. One bind_*() function a header of the core, called from the module at the end.
-// Long calls release the GIL. Hot calls take typed handles (Matrix, Compute, ...), which cost about 0.1 us each.
-#include <nanobind/nanobind.h>
-#include <nanobind/ndarray.h>
+// bindings*.cc are the only files that know Python. One bind_*() function a header of the core, called from the module at
+// the end. Long calls release the GIL. Hot calls take typed handles (Matrix, Compute, ...), which cost about 0.1 us each.
+#include "bindings.h"
+
 #include <nanobind/stl/optional.h>
 #include <nanobind/stl/shared_ptr.h>
 #include <nanobind/stl/string.h>
@@ -25,19 +25,11 @@
 #include "route.h"
 #include "slots.h"
 
-namespace nb = nanobind;
-using namespace nb::literals;
 using tidegate::Compute;
 using tidegate::Matrix;
 
 namespace {
 
-// Arrays that Python hands over: C-contiguous, on the CPU, of exactly this type.
-using Bytes = nb::ndarray<std::uint8_t, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
-using F32Rows = nb::ndarray<const float, nb::ndim<2>, nb::c_contig, nb::device::cpu>;
-using F32Vector = nb::ndarray<const float, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
-using I32Vector = nb::ndarray<const std::int32_t, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
-using I32Rows = nb::ndarray<const std::int32_t, nb::ndim<2>, nb::c_contig, nb::device::cpu>;
 using NumpyF32 = nb::ndarray<nb::numpy, float, nb::ndim<2>>;
 using NumpyI32 = nb::ndarray<nb::numpy, std::int32_t, nb::ndim<2>>;
 
@@ -91,8 +83,6 @@ void bind_compute(nb::module_& m) {
 }
 
 // ---- host_memory.h, block_reader.h, faulty_reader.h, file_set.h -----------------------------------------------------
-
-using NoGil = nb::call_guard<nb::gil_scoped_release>;
 
 void bind_files(nb::module_& m) {
   using namespace tidegate;
@@ -318,4 +308,5 @@ NB_MODULE(_core, m) {
   bind_route(m);
   bind_files(m);
   bind_loader(m);
+  bind_kernels(m);
 }

@@ -1,0 +1,13 @@
+#if defined(__x86_64__)
+#include "activation_impl.h"
+#include "prepare_impl.h"
+#include "simd_avx2.h"
+#include "tile_impl.h"
+
+namespace tidegate {
+
+extern const Kernels kernels_avx2 = {Avx2::kTileTokens, find_tile_fn<Avx2>, prepare<Avx2>, activate<Avx2>,
+                                     weighted_sum<Avx2>};
+
+}  // namespace tidegate
+#endif

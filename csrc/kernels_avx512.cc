@@ -1,0 +1,13 @@
+#if defined(__x86_64__)
+#include "activation_impl.h"
+#include "prepare_impl.h"
+#include "simd_avx512.h"
+#include "tile_impl.h"
+
+namespace tidegate {
+
+extern const Kernels kernels_avx512 = {Avx512::kTileTokens, find_tile_fn<Avx512>, prepare<Avx512>, activate<Avx512>,
+                                       weighted_sum<Avx512>};
+
+}  // namespace tidegate
+#endif

@@ -1,0 +1,142 @@
+#include "linear.h"
+
+#include <algorithm>
+#include <cstring>
+#include <stdexcept>
+
+namespace tidegate {
+namespace {
+
+// A chunk of work reads about this much, or computes as long as reading it takes: long enough to hide the claim and the
+// first misses, short enough to share fairly.
+constexpr std::int64_t kChunkBytes = 96 << 10;
+// Up to about this many tokens a product waits for memory; beyond, its time grows with the tokens.
+constexpr std::int64_t kFreeTokens = 5;
+// Tokens whose prepared inputs stay in the second-level cache while several panels pass over them.
+constexpr std::int64_t kBlockTokens = 128;
+// Preparing fewer inputs than this is cheaper than waking a thread.
+constexpr std::int64_t kSerialInputs = 16 << 10;
+
+std::int64_t panel_grain(const Compute& compute, const PackedMatrix& weight, std::int64_t tokens) {
+  const std::int64_t cost = std::max<std::int64_t>(weight.panel_bytes() * std::max<std::int64_t>(1, tokens / kFreeTokens), 1);
+  const std::int64_t wanted = tokens > kBlockTokens ? 4 : std::max<std::int64_t>(1, kChunkBytes / cost);
+  return std::clamp<std::int64_t>(weight.panels() / (4 * compute.pool.threads()), 1, wanted);
+}
+
+void add_bias(const TileJob& job, const float* bias) {
+  for (int m = 0; m < job.tile.tokens; ++m)
+    for (int r = 0; r < job.rows; ++r) job.out[m * job.out_stride + r] += bias[r];
+}
+
+}  // namespace
+
+PreparedRows::PreparedRows(Compute& compute, const WeightFormat& format, std::int64_t tokens, std::int64_t k,
+                           int tile_tokens)
+    : tokens_(tokens), padded_k_(format.padded_k(k)), groups_(format.is_integer() ? padded_k_ / format.group : 0),
+      tile_tokens_(tile_tokens) {
+  if (format.is_integer()) {
+    all_.codes = compute.workspace.array<std::int8_t>(tokens * padded_k_);
+    all_.scales = compute.workspace.array<float>(tokens * groups_);
+    all_.sums = compute.workspace.array<std::int32_t>(tokens * groups_);
+  } else {
+    all_.values = compute.workspace.array<float>(tokens * padded_k_);
+  }
+}
+
+Tile PreparedRows::tile(std::int64_t index) const {
+  const std::int64_t first = index * tile_tokens_;
+  Tile tile = all_;
+  tile.tokens = static_cast<int>(std::min<std::int64_t>(tile_tokens_, tokens_ - first));
+  if (tile.values) {
+    tile.values += first * padded_k_;
+  } else {
+    tile.codes += first * padded_k_;
+    tile.scales += first * groups_;
+    tile.sums += first * groups_;
+  }
+  return tile;
+}
+
+PreparedRows PreparedRows::of(Compute& compute, const WeightFormat& format, const Matrix& x, std::int64_t k,
+                              int tile_tokens) {
+  PreparedRows rows(compute, format, x.rows, k, tile_tokens);
+  const auto prepare = kernels(compute.isa).prepare;
+  const std::int64_t grain = std::max<std::int64_t>(1, kSerialInputs / std::max<std::int64_t>(1, k));
+  compute.pool.parallel_for(x.rows, grain, [&](std::int64_t begin, std::int64_t end, int) {
+    for (std::int64_t t = begin; t < end; ++t)
+      prepare(format, x.row(t), 0, k, rows.tile(t / tile_tokens), static_cast<int>(t % tile_tokens));
+  });
+  return rows;
+}
+
+void PreparedRows::copy_row(const PreparedRows& source, std::int64_t from, std::int64_t to) const {
+  const Tile input = source.tile(from), output = tile(to / tile_tokens_);
+  const std::int64_t m = to % tile_tokens_, stride = output.tokens;
+  if (output.values) {
+    for (std::int64_t i = 0; i < padded_k_; ++i) output.values[i * stride + m] = input.values[i];
+    return;
+  }
+  for (std::int64_t i = 0; i < padded_k_ / 4; ++i) std::memcpy(output.codes + 4 * (i * stride + m), input.codes + 4 * i, 4);
+  for (std::int64_t g = 0; g < groups_; ++g) {
+    output.scales[g * stride + m] = input.scales[g];
+    output.sums[g * stride + m] = input.sums[g];
+  }
+}
+
+PrefetchPlan::PrefetchPlan(const WeightFormat& format, std::int64_t k, std::int64_t passes) {
+  const std::int64_t steps = format.is_integer() ? format.padded_k(k) / format.group : format.padded_k(k) / 2 + 1;
+  share_bytes = align_up((format.panel_bytes(k) + passes - 1) / passes, 64);
+  lines = static_cast<int>((share_bytes / 64 + steps - 1) / steps);
+}
+
+void multiply(Compute& compute, const PreparedRows& rows, const PackedMatrix& weight, float* out, std::int64_t out_stride) {
+  const Kernels& table = kernels(compute.isa);
+  const std::int64_t panel_bytes = weight.panel_bytes(), num_tiles = rows.num_tiles();
+  const std::int64_t block_tiles = std::max<std::int64_t>(1, kBlockTokens / rows.tile_tokens());
+  const PrefetchPlan plan(weight.format, weight.k, std::min(num_tiles, block_tiles));
+  TileJob job;
+  job.k = weight.format.padded_k(weight.k);
+  job.group = weight.format.group;
+  job.out_stride = out_stride;
+  job.prefetch_lines = plan.lines;
+  const auto work = [&](std::int64_t panel, std::int64_t t, TileJob tile_job) {
+    const std::int64_t row = panel * kPanelRows;
+    tile_job.weights = weight.data + panel * panel_bytes;
+    tile_job.tile = rows.tile(t);
+    tile_job.out = out + t * rows.tile_tokens() * out_stride + row;
+    tile_job.rows = static_cast<int>(std::min<std::int64_t>(kPanelRows, weight.n - row));
+    tile_job.prefetch = tile_job.weights + panel_bytes + t % block_tiles * plan.share_bytes;
+    table.tile_fn(weight.format, tile_job.tile.tokens)(tile_job);
+    if (weight.bias) add_bias(tile_job, weight.bias + row);
+  };
+  compute.pool.parallel_for(weight.panels(), panel_grain(compute, weight, rows.tokens()), [&](auto begin, auto end, int) {
+    for (std::int64_t block = 0; block < num_tiles; block += block_tiles)
+      for (std::int64_t panel = begin; panel < end; ++panel)
+        for (std::int64_t t = block; t < std::min(block + block_tiles, num_tiles); ++t) work(panel, t, job);
+  });
+}
+
+Matrix linear(Compute& compute, const Matrix& x, const PackedMatrix& weight) {
+  if (x.cols != weight.k) throw std::invalid_argument("linear: x has another width than the weight");
+  const Matrix out = compute.workspace.matrix(x.rows, weight.n);
+  const Scratch scratch(compute.workspace);
+  const PreparedRows rows = PreparedRows::of(compute, weight.format, x, weight.k, kernels(compute.isa).tile_tokens);
+  multiply(compute, rows, weight, out.data, out.cols);
+  return out;
+}
+
+Matrix gated_mlp(Compute& compute, const Matrix& x, const PackedMatrix& gate_up, const PackedMatrix& down,
+                 const ActivationParams& activation) {
+  if (x.cols != gate_up.k || gate_up.n != 2 * down.k) throw std::invalid_argument("gated_mlp: shapes do not fit");
+  const Matrix out = compute.workspace.matrix(x.rows, down.n);
+  const Scratch scratch(compute.workspace);
+  const Matrix hidden = linear(compute, x, gate_up);
+  const Kernels& table = kernels(compute.isa);
+  compute.pool.parallel_for(x.rows, std::max<std::int64_t>(1, kSerialInputs / down.k), [&](auto begin, auto end, int) {
+    for (std::int64_t t = begin; t < end; ++t) table.activate(activation, hidden.row(t), hidden.row(t) + down.k, down.k);
+  });
+  multiply(compute, PreparedRows::of(compute, down.format, hidden, down.k, table.tile_tokens), down, out.data, out.cols);
+  return out;
+}
+
+}  // namespace tidegate

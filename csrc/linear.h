@@ -1,0 +1,49 @@
+// Products with packed weights. Results and scratch come from the workspace.
+#pragma once
+#include "compute.h"
+#include "format.h"
+#include "kernels.h"
+#include "tensor.h"
+
+namespace tidegate {
+
+// Inputs of many tokens prepared for one weight format: full tiles, and a last one with the rest.
+class PreparedRows {
+ public:
+  PreparedRows() = default;
+  // Room for `tokens` rows of k inputs, from the workspace. Nothing is prepared yet.
+  PreparedRows(Compute& compute, const WeightFormat& format, std::int64_t tokens, std::int64_t k, int tile_tokens);
+  // Prepares the rows of x, which may be wider than k.
+  static PreparedRows of(Compute& compute, const WeightFormat& format, const Matrix& x, std::int64_t k, int tile_tokens);
+  // Copies token `from` of `source` (same format and k, tiles of one token) to token `to`.
+  void copy_row(const PreparedRows& source, std::int64_t from, std::int64_t to) const;
+
+  std::int64_t tokens() const { return tokens_; }
+  std::int64_t num_tiles() const { return (tokens_ + tile_tokens_ - 1) / tile_tokens_; }
+  int tile_tokens() const { return tile_tokens_; }
+  Tile tile(std::int64_t index) const;
+
+ private:
+  std::int64_t tokens_ = 0, padded_k_ = 0, groups_ = 0;
+  int tile_tokens_ = 1;
+  Tile all_;
+};
+
+// How the kernels of `passes` passes over each panel of a matrix share the work of fetching the next panel.
+struct PrefetchPlan {
+  PrefetchPlan(const WeightFormat& format, std::int64_t k, std::int64_t passes);
+  std::int64_t share_bytes;
+  int lines;  // with every group (f32, bf16: with every two inputs)
+};
+
+// [T, k] -> [T, n], plus the bias if there is one. The result is in the workspace.
+Matrix linear(Compute& compute, const Matrix& x, const PackedMatrix& weight);
+
+// The product alone, of rows `prepared` (made for the weight's format), into `out` with rows `out_stride` apart.
+void multiply(Compute& compute, const PreparedRows& rows, const PackedMatrix& weight, float* out, std::int64_t out_stride);
+
+// act(gate) * up with gate = columns :n/2 of gate_up [T, n], up = the rest; then the down projection.
+Matrix gated_mlp(Compute& compute, const Matrix& x, const PackedMatrix& gate_up, const PackedMatrix& down,
+                 const ActivationParams& activation);
+
+}  // namespace tidegate

@@ -1,0 +1,233 @@
+#include "moe.h"
+
+#include <algorithm>
+#include <cstring>
+#include <stdexcept>
+#include <string>
+
+namespace tidegate {
+namespace {
+
+// As in linear.cc: a work item should read about this much.
+constexpr std::int64_t kChunkBytes = 96 << 10;
+// Experts are computed together until they have this many pairs, which bounds the memory for gathered inputs.
+constexpr std::int64_t kBatchPairs = 1024;
+constexpr int kMinBlockRows = 32;
+constexpr int kMaxBlockRows = 128;
+static_assert(kMaxBlockRows >= kMaxGroup);
+
+// Threads must not be woken for less than this many numbers.
+constexpr std::int64_t kSerialNumbers = 16 << 10;
+
+Matrix checked(const Matrix& x, const ExpertLayout& layout) {
+  if (x.cols != layout.hidden_size) throw std::invalid_argument("moe: x has another width than the experts");
+  return x;
+}
+
+const float* bias_at(const std::uint8_t* blob, const ExpertLayout& layout, int part) {
+  return reinterpret_cast<const float*>(blob + layout.bias_offset + part * align_up(4 * layout.expert_dim, 64));
+}
+
+void add_bias(float* out, std::int64_t stride, int tokens, const float* bias, std::int64_t count) {
+  for (int m = 0; m < tokens; ++m)
+    for (std::int64_t i = 0; i < count; ++i) out[m * stride + i] += bias[i];
+}
+
+}  // namespace
+
+// One expert of a batch: its bytes, the pairs that chose it, and its rows on the way through the block.
+struct MoeStep::Expert {
+  const std::uint8_t* blob = nullptr;
+  const std::int32_t* pairs = nullptr;
+  std::int64_t count = 0;
+  PreparedRows gathered;  // empty when a single token needs no gathering
+  PreparedRows hidden;
+
+  std::int64_t num_tiles() const { return hidden.num_tiles(); }
+};
+
+MoeStep::MoeStep(Compute& compute, const Matrix& x, const std::int32_t* ids, const float* weights,
+                 std::int64_t experts_per_token, const ExpertLayout& layout, const ActivationParams& activation)
+    : compute_(compute), kernels_(kernels(compute.isa)), tokens_(x.rows), experts_per_token_(experts_per_token),
+      weights_(weights), layout_(layout), activation_(activation),
+      block_rows_(std::max(kMinBlockRows, layout.down_format.group)),
+      out_(compute.workspace.matrix(checked(x, layout).rows, x.cols)), mark_(compute.workspace.mark()),
+      pairs_(compute.workspace.array<float>(x.rows * experts_per_token * x.cols)),
+      inputs_(PreparedRows::of(compute, layout.format, x, x.cols, 1)) {
+  // Counting sort of the pairs by expert.
+  const std::int64_t num_pairs = tokens_ * experts_per_token;
+  std::int32_t last = -1;
+  for (std::int64_t p = 0; p < num_pairs; ++p) {
+    if (ids[p] < 0) throw std::out_of_range("moe: a negative expert id");
+    last = std::max(last, ids[p]);
+  }
+  starts_.assign(static_cast<std::size_t>(last) + 2, 0);
+  for (std::int64_t p = 0; p < num_pairs; ++p) ++starts_[static_cast<std::size_t>(ids[p]) + 1];
+  for (std::size_t e = 1; e < starts_.size(); ++e) starts_[e] += starts_[e - 1];
+  by_expert_.resize(static_cast<std::size_t>(num_pairs));
+  std::vector<std::int64_t> next(starts_.begin(), starts_.end() - 1);
+  for (std::int64_t p = 0; p < num_pairs; ++p)
+    by_expert_[static_cast<std::size_t>(next[static_cast<std::size_t>(ids[p])]++)] = static_cast<std::int32_t>(p);
+}
+
+int MoeStep::run(const std::vector<int>& experts, const std::vector<int>& slots, SlotSource& source) {
+  if (experts.size() != slots.size()) throw std::invalid_argument("moe: as many slots as experts are needed");
+  struct Waiting { Expert expert; int slot; };
+  std::vector<Waiting> waiting;
+  for (std::size_t i = 0; i < experts.size(); ++i) {
+    const auto e = static_cast<std::size_t>(experts[i]);
+    if (experts[i] < 0 || e + 1 >= starts_.size() || starts_[e] == starts_[e + 1]) continue;
+    Expert expert;
+    expert.pairs = by_expert_.data() + starts_[e];
+    expert.count = starts_[e + 1] - starts_[e];
+    waiting.push_back({expert, slots[i]});
+  }
+  std::vector<Expert> batch;
+  while (!waiting.empty()) {
+    // Nothing ready: loads are asked for in this order, so the first one is the one to wait for.
+    if (std::none_of(waiting.begin(), waiting.end(), [&](const Waiting& w) { return source.is_ready(w.slot); }) &&
+        !source.wait_ready(waiting.front().slot))
+      return waiting.front().slot;
+    std::int64_t num_pairs = 0;
+    batch.clear();
+    std::vector<Waiting> rest;
+    for (Waiting& w : waiting) {
+      if (!source.is_ready(w.slot) || (!batch.empty() && num_pairs + w.expert.count > kBatchPairs)) {
+        rest.push_back(w);
+        continue;
+      }
+      w.expert.blob = source.wait_ready(w.slot);
+      if (!w.expert.blob) return w.slot;
+      num_pairs += w.expert.count;
+      batch.push_back(w.expert);
+    }
+    compute_batch(batch);
+    pairs_done_ += num_pairs;
+    waiting.swap(rest);
+  }
+  return -1;
+}
+
+void MoeStep::compute_batch(std::vector<Expert>& batch) {
+  const Scratch scratch(compute_.workspace);
+  bool any_gathered = false;
+  for (Expert& expert : batch) {
+    expert.hidden = PreparedRows(compute_, layout_.down_format, expert.count, layout_.expert_dim, kernels_.tile_tokens);
+    if (expert.count == 1) continue;
+    any_gathered = true;
+    expert.gathered = PreparedRows(compute_, layout_.format, expert.count, layout_.hidden_size, kernels_.tile_tokens);
+  }
+  const auto num_experts = static_cast<std::int64_t>(batch.size());
+  const auto at = [&](std::int64_t i) -> const Expert& { return batch[static_cast<std::size_t>(i)]; };
+  if (any_gathered)
+    compute_.pool.parallel_for(num_experts, 1, [&](std::int64_t begin, std::int64_t end, int) {
+      for (std::int64_t e = begin; e < end; ++e)
+        for (std::int64_t i = 0; at(e).count > 1 && i < at(e).count; ++i)
+          at(e).gathered.copy_row(inputs_, at(e).pairs[i] / experts_per_token_, i);
+    });
+  // One barrier for all experts after the hidden layer and one after the output, not two an expert.
+  const std::int64_t blocks = (layout_.expert_dim + block_rows_ - 1) / block_rows_;
+  const std::int64_t block_bytes = 2 * block_rows_ / kPanelRows * layout_.format.panel_bytes(layout_.hidden_size);
+  compute_.pool.parallel_for(num_experts * blocks, std::max<std::int64_t>(1, kChunkBytes / std::max<std::int64_t>(1, block_bytes)),
+                             [&](std::int64_t begin, std::int64_t end, int) {
+                               for (std::int64_t i = begin; i < end; ++i) hidden_block(at(i / blocks), i % blocks);
+                             });
+  const std::int64_t panels = (layout_.hidden_size + kPanelRows - 1) / kPanelRows;
+  const std::int64_t panel_bytes = layout_.down_format.panel_bytes(layout_.expert_dim);
+  const std::int64_t grain = std::clamp<std::int64_t>(kChunkBytes / std::max<std::int64_t>(1, panel_bytes), 1, panels);
+  const std::int64_t chunks = (panels + grain - 1) / grain;
+  compute_.pool.parallel_for(num_experts * chunks, 1, [&](std::int64_t begin, std::int64_t end, int) {
+    for (std::int64_t i = begin; i < end; ++i) {
+      const std::int64_t first = i % chunks * grain;
+      down_panels(at(i / chunks), first, std::min(first + grain, panels));
+    }
+  });
+}
+
+Tile MoeStep::input_tile(const Expert& expert, std::int64_t t) const {
+  return expert.count == 1 ? inputs_.tile(expert.pairs[0] / experts_per_token_) : expert.gathered.tile(t);
+}
+
+// Rows [block * block_rows_, ...) of the hidden layer: gate, up, activation, and ready for the down projection.
+void MoeStep::hidden_block(const Expert& expert, std::int64_t block) const {
+  const std::int64_t first_row = block * block_rows_;
+  const std::int64_t rows = std::min<std::int64_t>(block_rows_, layout_.expert_dim - first_row);
+  const std::int64_t panel_bytes = layout_.format.panel_bytes(layout_.hidden_size);
+  const std::int64_t panels = (rows + kPanelRows - 1) / kPanelRows, first_panel = first_row / kPanelRows;
+  const PrefetchPlan plan(layout_.format, layout_.hidden_size, expert.num_tiles());
+  alignas(64) float gate[kMaxTileTokens * kMaxBlockRows], up[kMaxTileTokens * kMaxBlockRows];
+  TileJob job;
+  job.k = layout_.format.padded_k(layout_.hidden_size);
+  job.group = layout_.format.group;
+  job.out_stride = block_rows_;
+  job.prefetch_lines = plan.lines;
+  for (std::int64_t t = 0; t < expert.num_tiles(); ++t) {
+    job.tile = input_tile(expert, t);
+    const auto multiply = kernels_.tile_fn(layout_.format, job.tile.tokens);
+    for (std::int64_t i = 0; i < 2 * panels; ++i) {
+      const std::int64_t panel = i % panels;
+      job.weights = expert.blob + (i < panels ? 0 : layout_.up_offset) + (first_panel + panel) * panel_bytes;
+      job.out = (i < panels ? gate : up) + panel * kPanelRows;
+      job.rows = static_cast<int>(std::min<std::int64_t>(kPanelRows, rows - panel * kPanelRows));
+      // A single pass fetches the panel that comes next; several share the same panel of the next block.
+      const std::int64_t ahead = expert.num_tiles() > 1 ? panels : 1;
+      job.prefetch = job.weights + ahead * panel_bytes + t * plan.share_bytes;
+      if (ahead == 1 && i == panels - 1) job.prefetch = expert.blob + layout_.up_offset + first_panel * panel_bytes;
+      if (ahead == 1 && i == 2 * panels - 1) job.prefetch = expert.blob + (first_panel + panels) * panel_bytes;
+      multiply(job);
+    }
+    if (layout_.has_bias) {
+      add_bias(gate, block_rows_, job.tile.tokens, bias_at(expert.blob, layout_, 0) + first_row, rows);
+      add_bias(up, block_rows_, job.tile.tokens, bias_at(expert.blob, layout_, 1) + first_row, rows);
+    }
+    const Tile hidden = expert.hidden.tile(t);
+    for (int m = 0; m < job.tile.tokens; ++m) {
+      kernels_.activate(activation_, gate + m * block_rows_, up + m * block_rows_, rows);
+      kernels_.prepare(layout_.down_format, gate + m * block_rows_, first_row, rows, hidden, m);
+    }
+  }
+}
+
+// Panels [begin, end) of the down projection, into the pairs.
+void MoeStep::down_panels(const Expert& expert, std::int64_t begin, std::int64_t end) const {
+  const std::int64_t panel_bytes = layout_.down_format.panel_bytes(layout_.expert_dim);
+  const PrefetchPlan plan(layout_.down_format, layout_.expert_dim, expert.num_tiles());
+  alignas(64) float out[kMaxTileTokens * kPanelRows];
+  TileJob job;
+  job.k = layout_.down_format.padded_k(layout_.expert_dim);
+  job.group = layout_.down_format.group;
+  job.out = out;
+  job.out_stride = kPanelRows;
+  job.prefetch_lines = plan.lines;
+  for (std::int64_t panel = begin; panel < end; ++panel) {
+    const std::int64_t row = panel * kPanelRows;
+    job.weights = expert.blob + layout_.down_offset + panel * panel_bytes;
+    job.rows = static_cast<int>(std::min<std::int64_t>(kPanelRows, layout_.hidden_size - row));
+    for (std::int64_t t = 0; t < expert.num_tiles(); ++t) {
+      job.tile = expert.hidden.tile(t);
+      job.prefetch = job.weights + panel_bytes + t * plan.share_bytes;
+      kernels_.tile_fn(layout_.down_format, job.tile.tokens)(job);
+      if (layout_.has_bias) add_bias(out, kPanelRows, job.tile.tokens, bias_at(expert.blob, layout_, 2) + row, job.rows);
+      for (int m = 0; m < job.tile.tokens; ++m) {
+        float* const pair = pairs_ + expert.pairs[t * kernels_.tile_tokens + m] * layout_.hidden_size;
+        std::memcpy(pair + row, out + m * kPanelRows, static_cast<std::size_t>(job.rows) * sizeof(float));
+      }
+    }
+  }
+}
+
+Matrix MoeStep::finish() {
+  if (pairs_done_ != tokens_ * experts_per_token_)
+    throw std::logic_error("moe: " + std::to_string(pairs_done_) + " of " + std::to_string(tokens_ * experts_per_token_) +
+                           " (token, expert) pairs were computed");
+  const std::int64_t width = layout_.hidden_size, numbers = std::max<std::int64_t>(1, width * experts_per_token_);
+  compute_.pool.parallel_for(tokens_, std::max<std::int64_t>(1, kSerialNumbers / numbers), [&](auto begin, auto end, int) {
+    for (std::int64_t t = begin; t < end; ++t)
+      kernels_.weighted_sum(out_.row(t), pairs_ + t * experts_per_token_ * width, width, weights_ + t * experts_per_token_,
+                            static_cast<int>(experts_per_token_), width);
+  });
+  compute_.workspace.release(mark_);
+  return out_;
+}
+
+}  // namespace tidegate
