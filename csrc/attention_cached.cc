@@ -130,14 +130,15 @@ void Cached::attend_run(const RowBlock& block, int head, std::int64_t run, const
       first[r] = static_cast<int>(std::clamp<std::int64_t>(first_key(position) - start, 0, kKeyBlock));
       last[r] = static_cast<int>(std::clamp<std::int64_t>(position + 1 - start, 0, kKeyBlock));
     }
-    const void *k_pages[kBlockPages] = {}, *v_pages[kBlockPages] = {};
+    const void *k_pages[kBlockPages + kAheadPages] = {}, *v_pages[kBlockPages + kAheadPages] = {};
     const std::int64_t first_page = start / kPageTokens;
-    const std::int64_t num_pages = std::min<std::int64_t>(kBlockPages, (end_key + kPageTokens - 1) / kPageTokens - first_page);
-    for (std::int64_t p = 0; p < num_pages; ++p) {
+    const std::int64_t num_pages = (end_key + kPageTokens - 1) / kPageTokens - first_page;
+    for (std::int64_t p = 0; p < std::min<std::int64_t>(kBlockPages + kAheadPages, num_pages); ++p) {
       const std::int64_t page = block.segment->pages[first_page + p];
       k_pages[p] = kv_.keys(page, q_.layer, head);
       v_pages[p] = kv_.keys_by_token() ? k_pages[p] : kv_.values(page, q_.layer, head);
     }
+    args.next_k_pages = k_pages + kBlockPages;
     args.k_pages = k_pages;
     args.v_pages = v_pages;
     kernels_.attend_block(args);

@@ -17,16 +17,44 @@ constexpr int kTileRows = 6, kTilePages = 4, kTileVectors = 4;
 #else
 constexpr int kTileRows = 4, kTilePages = 1, kTileVectors = 1;
 #endif
+static_assert(kTilePages <= kAheadPages);
 
-// scores[r][page p] for R rows and P pages of keys [k_dim][16].
-template <int R, int P, class T>
-TIDEGATE_INLINE void score_tile(const float* queries, int k_dim, const T* const* pages, float* scores) {
+template <int N>
+struct Constant {
+  static constexpr int value = N;
+};
+
+// Calls tile(rows, is first, row) for tiles that cover all rows; both constants are types.
+template <class F>
+TIDEGATE_INLINE void for_tiles(int num_rows, F tile) {
+  int row = 0;
+  const auto one = [&](auto rows) {
+    if (row == 0)
+      tile(rows, Constant<1>{}, row);
+    else
+      tile(rows, Constant<0>{}, row);
+    row += rows.value;
+  };
+  while (row + kTileRows <= num_rows) one(Constant<kTileRows>{});
+  if (kTileRows > 4 && row + 4 <= num_rows) one(Constant<4>{});
+  if (row + 2 <= num_rows) one(Constant<2>{});
+  if (row < num_rows) one(Constant<1>{});
+}
+
+// Keys and values come from memory at decode: the first pass over some pages asks for those that are needed next.
+TIDEGATE_INLINE void prefetch(const void* p) { __builtin_prefetch(p, 0, 2); }
+
+// scores[r][page p] for R rows and P pages of keys [k_dim][16]. Asks for as much of `next`, if there is any.
+template <int R, int P, bool Ahead, class T>
+TIDEGATE_INLINE void score_tile(const float* queries, int k_dim, const T* const* pages, const void* const* next, float* scores) {
   Vec16 acc[R][P];
   for (int r = 0; r < R; ++r)
     for (int p = 0; p < P; ++p) acc[r][p] = broadcast(0.0f);
   for (int d = 0; d < k_dim; ++d) {
     Vec16 keys[P];
     for (int p = 0; p < P; ++p) keys[p] = load(pages[p] + d * kLanes);
+    if (Ahead)
+      for (int p = 0; p < P; ++p) prefetch(static_cast<const T*>(next[p]) + d * kLanes);
     for (int r = 0; r < R; ++r) {
       const Vec16 q = broadcast(queries[r * k_dim + d]);
       for (int p = 0; p < P; ++p) acc[r][p] = fma(q, keys[p], acc[r][p]);
@@ -36,23 +64,25 @@ TIDEGATE_INLINE void score_tile(const float* queries, int k_dim, const T* const*
     for (int p = 0; p < P; ++p) store(scores + r * kKeyBlock + p * kLanes, acc[r][p]);
 }
 
-template <int R, class T>
-TIDEGATE_INLINE void score_rows(const AttendBlock& b, int row, const T* const* pages, int first_page, int last_page) {
-  const float* const queries = b.queries + static_cast<std::int64_t>(row) * b.k_dim;
-  float* const scores = b.scores + row * kKeyBlock;
-  int p = first_page;
-  for (; p + kTilePages <= last_page; p += kTilePages)
-    score_tile<R, kTilePages>(queries, b.k_dim, pages + p, scores + p * kLanes);
-  for (; p < last_page; ++p) score_tile<R, 1>(queries, b.k_dim, pages + p, scores + p * kLanes);
+template <int P, class T>
+TIDEGATE_INLINE void score_group(const AttendBlock& b, const T* const* pages, int page, int first_page, int last_page) {
+  const void* next[P];  // more keys, then the block's values
+  for (int p = 0; p < P; ++p) {
+    const int ahead = page + P + p;
+    next[p] = ahead < last_page ? pages[ahead] : b.v_pages[first_page + ahead - last_page];
+  }
+  for_tiles(b.num_rows, [&](auto rows, auto is_first, int row) {
+    score_tile<decltype(rows)::value, P, decltype(is_first)::value>(
+        b.queries + static_cast<std::int64_t>(row) * b.k_dim, b.k_dim, pages + page, next,
+        b.scores + row * kKeyBlock + page * kLanes);
+  });
 }
 
 template <class T>
 void score_block(const AttendBlock& b, const T* const* pages, int first_page, int last_page) {
-  int row = 0;
-  for (; row + kTileRows <= b.num_rows; row += kTileRows) score_rows<kTileRows>(b, row, pages, first_page, last_page);
-  if (kTileRows > 4 && row + 4 <= b.num_rows) score_rows<4>(b, row, pages, first_page, last_page), row += 4;
-  if (row + 2 <= b.num_rows) score_rows<2>(b, row, pages, first_page, last_page), row += 2;
-  if (row < b.num_rows) score_rows<1>(b, row, pages, first_page, last_page);
+  int page = first_page;
+  for (; page + kTilePages <= last_page; page += kTilePages) score_group<kTilePages>(b, pages, page, first_page, last_page);
+  for (; page < last_page; ++page) score_group<1>(b, pages, page, first_page, last_page);
 }
 
 // Scores become weights; keys out of a row's sight get 0.
@@ -86,19 +116,25 @@ void softmax_block(const AttendBlock& b, int first_page, int last_page) {
   }
 }
 
-// acc of R rows, dimensions dim..dim + 16N - 1 (`lanes` of them if N is 1), over keys first..last-1.
-template <int R, int N, bool Whole, class T>
+// acc of R rows, dimensions dim..dim + 16N - 1 (`lanes` of them if not Whole), over keys first..last-1.
+template <int R, int N, bool Whole, bool Ahead, class T>
 TIDEGATE_INLINE void value_tile(const AttendBlock& b, int row, int dim, int lanes, int first, int last) {
+  constexpr int kLineNumbers = 64 / sizeof(T);
   Vec16 acc[R][N];
   for (int r = 0; r < R; ++r)
     for (int n = 0; n < N; ++n) acc[r][n] = broadcast(0.0f);
   for (int key = first; key < last;) {
     const int page = key / kLanes, end = last < (page + 1) * kLanes ? last : (page + 1) * kLanes;
-    const T* values = static_cast<const T*>(b.v_pages[page]) + (key - page * kLanes) * b.v_stride + dim;
+    const int ahead = page + kAheadPages - (last + kLanes - 1) / kLanes;  // beyond the last page: the next block's keys
+    const std::int64_t at = static_cast<std::int64_t>(key - page * kLanes) * b.v_stride + dim;
+    const T* values = static_cast<const T*>(b.v_pages[page]) + at;
+    const T* next = static_cast<const T*>(ahead < 0 ? b.v_pages[page + kAheadPages] : b.next_k_pages[ahead]) + at;
     const float* weights = b.scores + row * kKeyBlock + key;
-    for (; key < end; ++key, values += b.v_stride, ++weights) {
+    for (; key < end; ++key, values += b.v_stride, next += b.v_stride, ++weights) {
       Vec16 v[N];
       for (int n = 0; n < N; ++n) v[n] = Whole ? load(values + n * kLanes) : load_first(values, lanes);
+      if (Ahead)
+        for (int n = 0; n < N * kLanes; n += kLineNumbers) prefetch(next + n);
       for (int r = 0; r < R; ++r) {
         const Vec16 weight = broadcast(weights[r * kKeyBlock]);
         for (int n = 0; n < N; ++n) acc[r][n] = fma(weight, v[n], acc[r][n]);
@@ -116,26 +152,21 @@ TIDEGATE_INLINE void value_tile(const AttendBlock& b, int row, int dim, int lane
   }
 }
 
-template <int R, class T>
-TIDEGATE_INLINE void value_rows(const AttendBlock& b, int row, int dim, int first, int last) {
-  const int left = b.v_dim - dim;
-  if (left >= kTileVectors * kLanes)
-    value_tile<R, kTileVectors, true, T>(b, row, dim, 0, first, last);
-  else if (left >= kLanes)
-    value_tile<R, 1, true, T>(b, row, dim, 0, first, last);
-  else
-    value_tile<R, 1, false, T>(b, row, dim, left, first, last);
-}
-
 template <class T>
 void value_block(const AttendBlock& b, int first, int last) {
   for (int dim = 0; dim < b.v_dim;) {
-    int row = 0;
-    for (; row + kTileRows <= b.num_rows; row += kTileRows) value_rows<kTileRows, T>(b, row, dim, first, last);
-    if (kTileRows > 4 && row + 4 <= b.num_rows) value_rows<4, T>(b, row, dim, first, last), row += 4;
-    if (row + 2 <= b.num_rows) value_rows<2, T>(b, row, dim, first, last), row += 2;
-    if (row < b.num_rows) value_rows<1, T>(b, row, dim, first, last);
-    dim += b.v_dim - dim >= kTileVectors * kLanes ? kTileVectors * kLanes : kLanes;
+    const int left = b.v_dim - dim;
+    for_tiles(b.num_rows, [&](auto rows, auto ahead, int row) {
+      constexpr int R = decltype(rows)::value;
+      constexpr bool kAhead = decltype(ahead)::value;
+      if (left >= kTileVectors * kLanes)
+        value_tile<R, kTileVectors, true, kAhead, T>(b, row, dim, 0, first, last);
+      else if (left >= kLanes)
+        value_tile<R, 1, true, kAhead, T>(b, row, dim, 0, first, last);
+      else
+        value_tile<R, 1, false, kAhead, T>(b, row, dim, left, first, last);
+    });
+    dim += left >= kTileVectors * kLanes ? kTileVectors * kLanes : kLanes;
   }
 }
 

@@ -13,6 +13,7 @@ constexpr int kPageTokens = 16;  // positions of a KV page, and the lanes of a v
 constexpr int kKeyBlock = 256;
 constexpr int kBlockPages = kKeyBlock / kPageTokens;
 constexpr int kPanelPages = 4;  // pages of keys turned at a time
+constexpr int kAheadPages = 4;  // how far ahead pages are fetched
 
 // Softmax over some keys, not yet divided: for num_rows queries the largest score, 16 partial sums of e^(score - max), and
 // the values weighted likewise. A row that saw no key has max -infinity; its other numbers are zero.
@@ -29,6 +30,7 @@ struct AttendBlock {
   const int *first, *last;     // [num_rows]: row r sees keys first[r]..last[r]-1 of the block, none if first >= last
   const void* const* k_pages;  // [kBlockPages]; only those that some row sees are read
   const void* const* v_pages;
+  const void* const* next_k_pages;  // [kAheadPages]: keys that are likely to be wanted after this block, only prefetched
   bool is_half;         // keys and values are float16, not float32
   bool keys_by_token;   // k_pages are [16][k_dim], not [k_dim][16]
   int v_stride;         // numbers from one position's values to the next's
