@@ -23,6 +23,7 @@
 #include "host_memory.h"
 #include "loader.h"
 #include "route.h"
+#include "sample.h"
 #include "slots.h"
 
 using tidegate::Compute;
@@ -298,6 +299,30 @@ void bind_route(nb::module_& m) {
   m.def("route", &route, "compute"_a, "x"_a, "router"_a, "Expert ids and weights [T, K], plain numpy.");
 }
 
+// ---- sample.h ------------------------------------------------------------------------------------------------------------
+
+void bind_sample(nb::module_& m) {
+  m.def("choose_token", [](const F32Vector& logits, double temperature, std::int64_t top_k, double top_p, double min_p,
+                           double uniform, double repetition, double presence, double frequency,
+                           const std::optional<I32Vector>& seen, const std::optional<I32Vector>& counted,
+                           const std::optional<I32Vector>& counts) {
+    tidegate::Penalties p{repetition, presence, frequency};
+    if (seen) p.seen = seen->data(), p.num_seen = static_cast<std::int64_t>(seen->size());
+    if (counted.has_value() != counts.has_value() || (counted && counted->size() != counts->size()))
+      throw std::invalid_argument("counted tokens and their counts differ in length");
+    if (counted) p.counted = counted->data(), p.counts = counts->data(), p.num_counted = static_cast<std::int64_t>(counted->size());
+    return tidegate::choose_token(logits.data(), static_cast<std::int64_t>(logits.size()), p,
+                                  {temperature, top_k, top_p, min_p, uniform});
+  }, "logits_V"_a, "temperature"_a, "top_k"_a, "top_p"_a, "min_p"_a, "uniform"_a, "repetition"_a = 1.0, "presence"_a = 0.0,
+        "frequency"_a = 0.0, "seen"_a = nb::none(), "counted"_a = nb::none(), "counts"_a = nb::none());
+  m.def("log_probs", [](const F32Vector& logits, std::int32_t token, std::int64_t num_top) {
+    std::vector<std::tuple<int, double>> pairs;
+    for (const tidegate::LogProb& p : tidegate::log_probs(logits.data(), static_cast<std::int64_t>(logits.size()), token, num_top))
+      pairs.emplace_back(p.token, p.value);
+    return pairs;
+  }, "logits_V"_a, "token"_a, "num_top"_a, "(token, log probability) of `token`, then of the most probable tokens.");
+}
+
 }  // namespace
 
 NB_MODULE(_core, m) {
@@ -306,6 +331,7 @@ NB_MODULE(_core, m) {
   bind_compute(m);
   bind_attention(m);
   bind_route(m);
+  bind_sample(m);
   bind_files(m);
   bind_loader(m);
   bind_kernels(m);

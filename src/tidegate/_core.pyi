@@ -89,6 +89,24 @@ class RouterParams:
 
 def route(compute: Compute, x: Matrix, router: RouterParams) -> tuple[I32Array, F32Array]: ...
 
+# ---- sample.h
+
+def choose_token(
+    logits_V: F32Array,
+    temperature: float,
+    top_k: int,
+    top_p: float,
+    min_p: float,
+    uniform: float,
+    repetition: float = 1.0,
+    presence: float = 0.0,
+    frequency: float = 0.0,
+    seen: I32Array | None = None,
+    counted: I32Array | None = None,
+    counts: I32Array | None = None,
+) -> int: ...
+def log_probs(logits_V: F32Array, token: int, num_top: int) -> list[tuple[int, float]]: ...
+
 # ---- host_memory.h, block_reader.h, faulty_reader.h, file_set.h
 
 def populate(memory: ByteArray, threads: int) -> int: ...
