@@ -47,7 +47,9 @@ def best_seconds(call, rounds: int) -> float:
 def step(first: int, count: int, num_pages: int) -> StepBatch:
     positions = np.arange(first, first + count, dtype=np.int32)
     table = np.random.default_rng(0).permutation(num_pages).astype(np.int32)[None].copy()
-    return StepBatch(np.zeros(count, np.int32), positions, np.zeros(count, np.int32), table, np.array([count - 1], np.int32))
+    return StepBatch(
+        np.zeros(count, np.int32), positions, np.zeros(count, np.int32), table, np.array([count - 1], np.int32)
+    )
 
 
 def measure(name: str, backend: CpuBackend, context: int, chunk: int, dtype: str) -> dict[str, float]:
@@ -104,7 +106,11 @@ def main() -> None:
     for name in SHAPES:
         row = results[name] = measure(name, backend, options.context, options.chunk, options.dtype)
         print("{:20} {:10.1f} {:6.1f} {:11.2f} {:8.1f}".format(name, *row.values()), flush=True)
-    print(json.dumps({"isa": backend.compute.isa, **vars(options), "one_thread_read_gb_per_s": ceiling, "shapes": results}))
+    print(
+        json.dumps(
+            {"isa": backend.compute.isa, **vars(options), "one_thread_read_gb_per_s": ceiling, "shapes": results}
+        )
+    )
 
 
 if __name__ == "__main__":

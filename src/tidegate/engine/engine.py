@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tidegate.backends.base import StepBatch
-from tidegate.engine.sampler import sample
+from tidegate.engine.native_sampler import sample
 from tidegate.engine.scheduler import Chunk, Scheduler, make_batch
 from tidegate.engine.sequence import Sampled, Sequence
 from tidegate.errors import TidegateError
