@@ -1,6 +1,7 @@
 """Model families: from a checkpoint's config to a ModelConfig. The only reader of Hugging Face's config keys.
 
-One function a family; each states what its contract with transformers 5.23 is. Weight names are in families_weights.py.
+One function a family, with the defaults of transformers 5.23 for absent keys. Weight names are in families_hf.py and
+families_gguf.py.
 """
 
 from __future__ import annotations
@@ -100,10 +101,8 @@ def _mixtral(keys: ConfigKeys) -> ModelConfig:
 
 def _qwen2_moe(keys: ConfigKeys) -> ModelConfig:
     attention = grouped_attention(keys)
-    slides, last = (
-        keys.flag("use_sliding_window", default=False),
-        keys.integer("max_window_layers", default=28, minimum=0),
-    )
+    slides = keys.flag("use_sliding_window", default=False)
+    last = keys.integer("max_window_layers", default=28, minimum=0)
     moe = routed_experts(
         keys,
         "moe_intermediate_size",
@@ -272,10 +271,8 @@ def _llama(keys: ConfigKeys) -> ModelConfig:
 def _qwen3(keys: ConfigKeys) -> ModelConfig:
     attention = grouped_attention(keys, qk_norm="head")
     bias = keys.flag("attention_bias", default=False)
-    slides, first = (
-        keys.flag("use_sliding_window", default=False),
-        keys.integer("max_window_layers", default=28, minimum=0),
-    )
+    slides = keys.flag("use_sliding_window", default=False)
+    first = keys.integer("max_window_layers", default=28, minimum=0)
     windows = windows_by_type(keys, lambda layer: layer >= first) if slides else None
     result = _model(keys, attention, rope_config(keys, attention.head_dim), None, windows=windows)
     return replace(result, has_attention_bias=bias, has_output_bias=bias)
