@@ -268,6 +268,13 @@ def test_a_source_that_shrinks_in_the_middle_leaves_nothing(tmp_path, small_bloc
     assert [path.name for path in tmp_path.iterdir()] == ["src"]
 
 
+def test_a_source_that_changes_in_the_middle_is_refused(tmp_path, small_blocks):
+    src = broken(tmp_path, lambda t: None)
+    with pytest.raises(CheckpointError, match="was changed while it was converted"):
+        convert(src, tmp_path / "dst", progress=lambda *_: os.utime(src / "model.safetensors", (1, 1)))
+    assert [path.name for path in tmp_path.iterdir()] == ["src"]
+
+
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
 def test_weights_that_are_not_finite_are_named(tmp_path, value):
     src = broken(tmp_path, lambda t: t[W2].index_put_((torch.tensor(3),), torch.tensor(value)))

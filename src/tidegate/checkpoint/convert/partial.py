@@ -27,7 +27,8 @@ class Partial:
     """Locked while open: a second process converting to the same DST is refused."""
 
     def __init__(self, dst: Path, fingerprint: str, file_bytes: dict[str, int]) -> None:
-        """Open DST.partial, or make it. ``crc32s`` holds the units found finished; with another fingerprint it starts anew.
+        """Open DST.partial, or make it (``dst`` is absolute). ``crc32s`` holds the units found finished; with another
+        fingerprint it starts anew.
 
         Raises DiskFull before anything is written if the rest does not fit, UsageError if another process is at it.
         """
@@ -92,12 +93,13 @@ class Partial:
                     file.write(text)
                     file.flush()
                     os.fsync(file.fileno())
-            (self.folder / JOURNAL).unlink()
             _sync_folder(self.folder)
-            old = self.dst.with_name(f".{self.dst.name}.old-{os.getpid()}")
+            old = self.dst.with_name(f".{self.dst.name}.old")
+            shutil.rmtree(old, ignore_errors=True)
             if self.dst.exists():
                 self.dst.rename(old)
             self.folder.rename(self.dst)
+            (self.dst / JOURNAL).unlink()
             _sync_folder(self.dst.parent)
         except OSError as error:
             self._raise(self.folder, error)
@@ -121,11 +123,13 @@ class Partial:
             for name, nbytes in file_bytes.items()
             if (self.folder / name).exists()
         )
-        existing = next(parent for parent in self.dst.absolute().parents if parent.exists())
-        disk = os.statvfs(existing)
-        free_bytes, slack_bytes = disk.f_bavail * disk.f_frsize, 1 << 20  # slack: side files, metadata
+        free_bytes, slack_bytes = self._free_bytes(), 1 << 20  # slack: small files, the file system's own
         if self.total_bytes - have_bytes + slack_bytes > free_bytes:
             raise DiskFull(self.dst, self.total_bytes - have_bytes + slack_bytes, free_bytes)
+
+    def _free_bytes(self) -> int:
+        disk = os.statvfs(next(parent for parent in self.dst.parents if parent.exists()))
+        return disk.f_bavail * disk.f_frsize
 
     def _lock(self) -> int:
         path = self.folder / JOURNAL
@@ -179,8 +183,7 @@ class Partial:
 
     def _raise(self, path: Path, error: OSError) -> NoReturn:
         if error.errno in _NO_ROOM:
-            disk = os.statvfs(self.dst.absolute().parent)
-            raise DiskFull(path, self.total_bytes, disk.f_bavail * disk.f_frsize) from None
+            raise DiskFull(path, self.total_bytes, self._free_bytes()) from None
         raise CheckpointError(f"{path}: cannot be written: {error.strerror}") from None
 
 

@@ -20,7 +20,7 @@ from tidegate.checkpoint.convert.partial import Partial
 from tidegate.checkpoint.convert.plan import ConvertPlan, Unit, make_plan
 from tidegate.checkpoint.manifest import MANIFEST, SideFile, to_json
 from tidegate.checkpoint.open import open_checkpoint
-from tidegate.errors import TidegateError, UsageError
+from tidegate.errors import CheckpointError, TidegateError, UsageError
 
 Progress = Callable[[int, int, str], None]
 _THREADS = min(4, os.cpu_count() or 1)
@@ -56,10 +56,12 @@ def convert(
     checkpoint = open_checkpoint(src)
     plan = make_plan(checkpoint, options)
     file_bytes = plan.file_bytes()
-    key = fingerprint(checkpoint.path, options, plan.config.to_json(), file_bytes)
-    partial = Partial(dst, key, file_bytes)
+    digest = fingerprint(checkpoint.path, options, plan.config.to_json(), file_bytes)
+    partial = Partial(dst, digest, file_bytes)
     try:
         _write_units(plan, partial, progress)
+        if digest != fingerprint(checkpoint.path, options, plan.config.to_json(), file_bytes):
+            raise CheckpointError(f"{checkpoint.path}: was changed while it was converted; convert it again")
         _publish(plan, partial)
     except (TidegateError, OSError):
         partial.discard()
@@ -101,7 +103,7 @@ def _write_units(plan: ConvertPlan, partial: Partial, progress: Progress | None)
         if progress is not None:
             progress(min(done_bytes, total_bytes), total_bytes, unit.what)
     if progress is not None:
-        progress(total_bytes, total_bytes, "checking")
+        progress(total_bytes, total_bytes, "")
 
 
 def _blocks(plan: ConvertPlan, first: int) -> Iterator[_Block]:
