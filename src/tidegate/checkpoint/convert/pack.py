@@ -9,7 +9,7 @@ import numpy as np
 from tidegate.checkpoint.base import ByteArray, Checkpoint
 from tidegate.checkpoint.convert.plan import Piece
 from tidegate.errors import BadTensor
-from tidegate.quant import pack as twins
+from tidegate.quant import native
 from tidegate.quant.formats import PANEL_ROWS
 from tidegate.units import align_up
 
@@ -34,11 +34,11 @@ def pack_rows(piece: Piece, checkpoint: Checkpoint, start: int, stop: int) -> By
     Raises BadTensor if a weight is not finite, and what reading raises.
     """
     if piece.fmt is not None and piece.fmt == piece.source.native_format(checkpoint):
-        return twins.pack_codes(*piece.source.read_codes(checkpoint, start, stop), piece.fmt)
+        return native.pack_codes(*piece.source.read_codes(checkpoint, start, stop), piece.fmt)
     w_NK = piece.source.read_f32(checkpoint, start, stop)
     if not np.isfinite(w_NK).all():
         tensors = ", ".join(dict.fromkeys(part.tensor for part in piece.source.parts))
         raise BadTensor(f"{checkpoint.path}: {tensors} holds a weight that is not finite, in rows {start}:{stop}")
     if piece.fmt is None:
         return w_NK.reshape(-1).view(np.uint8)
-    return twins.pack(w_NK, piece.fmt)
+    return native.pack(w_NK, piece.fmt)
