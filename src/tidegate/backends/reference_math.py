@@ -112,8 +112,7 @@ def sigmoid(x: F64Array) -> F64Array:
     return half
 
 
-def _erf(x: F64Array) -> F64Array:
-    return np.array([math.erf(value) for value in x.ravel()]).reshape(x.shape)
+_erf = np.vectorize(math.erf, otypes=[np.float64])
 
 
 def rotate(x_THd: F32Array, positions_T: I32Array, rope: Rope, start: int) -> F32Array:
