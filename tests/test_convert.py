@@ -423,6 +423,32 @@ def test_another_conversion_starts_anew(tmp_path, small_blocks, what):
     check_store(src, tmp_path / "dst")
 
 
+def test_what_appears_at_dst_meanwhile_is_not_replaced(tmp_path):
+    def appear(done, total, what):
+        (tmp_path / "dst").mkdir(exist_ok=True)
+        (tmp_path / "dst" / "thesis.txt").write_text("precious")
+
+    with pytest.raises(CheckpointError, match="cannot be written: Directory not empty"):
+        convert(checkpoints.checkpoint("mixtral"), tmp_path / "dst", progress=appear)
+    assert list(tree(tmp_path / "dst")) == ["thesis.txt"] and not (tmp_path / "dst.partial").exists()
+
+
+def test_killed_just_before_the_end(tmp_path, small_blocks):
+    code = """
+        import os
+        from pathlib import Path
+        from tidegate.checkpoint.convert import convert, pack
+        pack.BLOCK_WEIGHTS = 1500
+        Path.rename = lambda *_: os.kill(os.getpid(), 9)
+        convert(SRC, DST)
+    """
+    src, dst = checkpoints.checkpoint("mixtral"), tmp_path / "dst"
+    assert run_child(code, src, dst).returncode == -9 and (tmp_path / "dst.partial" / "manifest.json").exists()
+    starts = []
+    convert(src, dst, progress=lambda done, total, what: starts.append(done / total))
+    assert starts == [1] and tree(dst) == tree(convert(src, tmp_path / "whole"))
+
+
 def test_two_conversions_into_one_folder(tmp_path, small_blocks):
     src, errors = checkpoints.checkpoint("mixtral"), []
 

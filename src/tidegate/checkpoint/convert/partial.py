@@ -84,8 +84,8 @@ class Partial:
         self.crc32s += self._new_crc32s
         self._new_crc32s, self._unsynced_bytes = [], 0
 
-    def publish(self, texts: dict[str, bytes]) -> None:
-        """Add small files and make the folder DST, atomically; what was at DST before is replaced."""
+    def publish(self, texts: dict[str, bytes], overwrite: bool) -> None:
+        """Add small files and make the folder DST, atomically; with ``overwrite`` a DST that is there is replaced."""
         self.sync()
         try:
             for name, text in texts.items():
@@ -96,7 +96,7 @@ class Partial:
             _sync_folder(self.folder)
             old = self.dst.with_name(f".{self.dst.name}.old")
             shutil.rmtree(old, ignore_errors=True)
-            if self.dst.exists():
+            if overwrite and self.dst.exists():
                 self.dst.rename(old)
             self.folder.rename(self.dst)
             (self.dst / JOURNAL).unlink()

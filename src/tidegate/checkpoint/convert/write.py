@@ -62,7 +62,7 @@ def convert(
         _write_units(plan, partial, progress)
         if digest != fingerprint(checkpoint.path, options, plan.config.to_json(), file_bytes):
             raise CheckpointError(f"{checkpoint.path}: was changed while it was converted; convert it again")
-        _publish(plan, partial)
+        _publish(plan, partial, overwrite)
     except (TidegateError, OSError):
         partial.discard()
         raise
@@ -128,7 +128,7 @@ def _unit_blocks(unit: Unit, checkpoint: Checkpoint, pool: ThreadPoolExecutor) -
         yield _Block(unit, piece.offset + offset, data, number == len(blocks))
 
 
-def _publish(plan: ConvertPlan, partial: Partial) -> None:
+def _publish(plan: ConvertPlan, partial: Partial, overwrite: bool) -> None:
     partial.sync()
     checkpoint = plan.checkpoint
     texts = {
@@ -139,4 +139,4 @@ def _publish(plan: ConvertPlan, partial: Partial) -> None:
     data = {name: text.encode() for name, text in texts.items() if text is not None}
     files = {name: SideFile(len(text), zlib.crc32(text)) for name, text in data.items()}
     manifest = plan.manifest(partial.crc32s, files, checkpoint.special_tokens())
-    partial.publish({**data, MANIFEST: to_json(manifest).encode()})
+    partial.publish({**data, MANIFEST: to_json(manifest).encode()}, overwrite)
