@@ -98,7 +98,7 @@ void bind_files(nb::module_& m) {
     nb::gil_scoped_release release;
     return populate(memory.data(), static_cast<std::int64_t>(memory.size()), threads);
   }, "memory"_a, "threads"_a, "Makes every page of an anonymous mapping present; 0 or an errno.");
-  m.def("tune_heap", &tune_heap, "Keeps the C library's heap small; call once, early.");
+  m.def("trim_heap", &trim_heap, "Gives back what the C library keeps of freed memory.");
   m.def("crc32", [](const Bytes& bytes) { return crc32(0, bytes.data(), bytes.size()); }, "bytes"_a);
 
   nb::class_<BlockReader>(m, "BlockReader", "How blocks are read from files.");

@@ -55,11 +55,9 @@ int populate(std::uint8_t* begin, std::int64_t nbytes, int num_threads) {
   return error;
 }
 
-void tune_heap() {
+void trim_heap() {
 #if defined(__GLIBC__)
-  ::mallopt(M_ARENA_MAX, 2);
-  ::mallopt(M_MMAP_THRESHOLD, 1 << 20);
-  ::mallopt(M_TRIM_THRESHOLD, 1 << 20);
+  ::malloc_trim(0);
 #endif
 }
 

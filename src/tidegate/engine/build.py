@@ -92,11 +92,13 @@ def build(store: ExpertStore, options: EngineOptions, reader: _core.BlockReader 
     in tests."""
     config, sizes = store.config, sizes_of(store.config, options)
     codec = TextCodec(store)
+    _core.trim_heap()
     threads = options.threads or len(os.sched_getaffinity(0))
     plan, budget = _plan(store, options, threads)
     ledger = _ledger(plan)
     with ExitStack() as resources:
         arena = Arena(ledger, plan.arena_bytes, threads)
+        resources.callback(arena.close)
         tensors = _read_dense(store, arena, ledger, options)
         kv_pages = _carve(arena, ledger, "KV cache", plan.needs.kv_bytes)
         workspace = _carve(arena, ledger, "workspace", plan.needs.workspace_bytes)

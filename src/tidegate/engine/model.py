@@ -16,7 +16,6 @@ from typing import Any, overload
 import numpy as np
 from numpy.typing import NDArray
 
-from tidegate import _core
 from tidegate.checkpoint.convert import Progress
 from tidegate.config import EngineOptions, SamplingOptions, parse_options
 from tidegate.engine.build import Runtime, build
@@ -45,7 +44,6 @@ def load(
     CheckpointError and its kinds, DiskFull.
     """
     parsed = parse_options(EngineOptions, options)
-    _core.tune_heap()
     return Model(build(open_store(path, parsed, say, progress), parsed))
 
 
