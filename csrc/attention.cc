@@ -137,7 +137,7 @@ Matrix attend(Compute& compute, const KvPages& kv, const Step& step, const Group
     for (std::int64_t t = begin; t < end; ++t) writer.write(t, qkv.row(t), q_rows, own);
   });
   const int group = layer.num_heads / layer.num_kv_heads;
-  attend_cached(compute, kv, step, {q_rows, group, layer.head_dim, layer.v_head_dim, layer.v_head_dim, layer.layer, layer.window,
+  attend_cached(compute, kv, step, {q_rows, 0, tokens, group, layer.head_dim, layer.v_head_dim, layer.v_head_dim, layer.layer, layer.window,
                                     layer.sinks}, out);
   return out;
 }

@@ -4,6 +4,7 @@
 #include <cstdint>
 
 #include "compute.h"
+#include "format.h"
 #include "step.h"
 
 namespace tidegate {
@@ -42,14 +43,34 @@ void check_layer(const GroupedAttention& layer);
 // Throws std::invalid_argument on a qkv or a cache of another shape.
 Matrix attend(Compute& compute, const KvPages& kv, const Step& step, const GroupedAttention& layer, const Matrix& qkv);
 
-// The part that grouped and latent attention share: scaled and rotated queries against what is cached.
+// The part that grouped and latent attention share: scaled and rotated queries of some of the step's tokens against what is
+// cached, the step's own keys included.
 struct Queries {
-  const float* rows;  // [kv_heads][T * group][k_dim]: row t * group + j is head j of the group of token t
+  const float* rows;  // [kv_heads][num_tokens * group][k_dim]: row t * group + j is head j of the group of token t
+  std::int64_t first_token, num_tokens;
   int group, k_dim, v_dim, v_stride;
   int layer, window;
   const float* sinks;  // [kv_heads * group] or null
 };
-// out [T, kv_heads * group * v_dim]
+// out [num_tokens, kv_heads * group * v_dim]
 void attend_cached(Compute& compute, const KvPages& kv, const Step& step, const Queries& queries, const Matrix& out);
+
+// A layer's multi-head latent attention in absorbed form (DeepSeek-V2): the cache holds one latent and one rotated key a
+// token; k_up takes queries into the latent space, v_up takes the attended latents out of it.
+struct LatentAttention {
+  int layer = 0, num_heads = 0, kv_lora_rank = 0, nope_dim = 0, v_head_dim = 0;
+  float scale = 1.0f;
+  int window = 0;
+  NormWeights kv_norm;
+  const float* sinks = nullptr;
+  RopeTable* rope = nullptr;
+  PackedMatrix k_up, v_up;  // [H * kv_lora_rank, nope_dim], [H * v_head_dim, kv_lora_rank]
+};
+
+void check_layer(const LatentAttention& layer);
+
+// q [T, H * (nope_dim + rope dims)], kv [T, kv_lora_rank + rope dims] -> [T, H * v_head_dim].
+Matrix attend_latent(Compute& compute, const KvPages& pages, const Step& step, const LatentAttention& layer, const Matrix& q,
+                     const Matrix& kv);
 
 }  // namespace tidegate

@@ -16,7 +16,7 @@ constexpr std::int64_t kRunKeys = kRunBlocks * kKeyBlock;
 constexpr std::int64_t kMaxRows = 48;            // query rows of one item
 constexpr std::int64_t kMaxSplitBytes = 4 << 20;  // partial results of runs, when those are spread over threads
 
-// Some rows (token-major, see Queries) of one sequence and the keys that any of them sees.
+// Some rows (see Queries, counted from the step's first token) of one sequence and the keys that any of them sees.
 struct RowBlock {
   const Segment* segment;
   std::int64_t first_row, num_rows;
@@ -78,7 +78,8 @@ void Cached::cut_rows(std::int64_t max_rows) {
   num_runs_ = 0;
   max_rows_ = 0;
   for (const Segment& s : step_.segments()) {
-    const std::int64_t begin = s.first_token * q_.group, end = begin + s.num_tokens * q_.group;
+    const std::int64_t begin = std::max(s.first_token, q_.first_token) * q_.group;
+    const std::int64_t end = std::min(s.first_token + s.num_tokens, q_.first_token + q_.num_tokens) * q_.group;
     for (std::int64_t row = begin; row < end; row += max_rows) {
       const std::int64_t rows = std::min(max_rows, end - row);
       const std::int64_t first = first_key(row_position(row)) / kRunKeys, last = row_position(row + rows - 1) / kRunKeys + 1;
@@ -106,7 +107,8 @@ void Cached::clear(const Partial& partial, std::int64_t rows) const {
 // One run of keys against the rows, into `out`.
 void Cached::attend_run(const RowBlock& block, int head, std::int64_t run, const Partial& out, Carver scratch) {
   AttendBlock args{};
-  args.queries = q_.rows + (static_cast<std::int64_t>(head) * step_.num_tokens() * q_.group + block.first_row) * q_.k_dim;
+  const std::int64_t row = (head * q_.num_tokens - q_.first_token) * q_.group + block.first_row;
+  args.queries = q_.rows + row * q_.k_dim;
   args.num_rows = static_cast<int>(block.num_rows);
   args.k_dim = q_.k_dim;
   args.v_dim = q_.v_dim;
@@ -151,7 +153,7 @@ void Cached::finish_rows(const RowBlock& block, int head, const Partial& total) 
     const std::int64_t row = block.first_row + r, query_head = static_cast<std::int64_t>(head) * q_.group + row % q_.group;
     kernels_.finish(total.acc + r * q_.v_dim, total.sums + r * kPageTokens, total.max[r],
                     q_.sinks != nullptr ? q_.sinks + query_head : nullptr,
-                    out_.row(row / q_.group) + query_head * q_.v_dim, q_.v_dim);
+                    out_.row(row / q_.group - q_.first_token) + query_head * q_.v_dim, q_.v_dim);
   }
 }
 
@@ -215,7 +217,7 @@ void Cached::run() {
   bool split = static_cast<std::int64_t>(blocks_.size()) * heads < wanted && compute_.pool.threads() > 1;
   if (split) {
     // Fewer rows an item first, as long as the keys they share stay worth it; then runs.
-    const std::int64_t rows = std::max<std::int64_t>(8, (step_.num_tokens() * q_.group * heads + wanted - 1) / wanted);
+    const std::int64_t rows = std::max<std::int64_t>(8, (q_.num_tokens * q_.group * heads + wanted - 1) / wanted);
     cut_rows(std::min(rows, kMaxRows));
     const std::int64_t bytes = num_runs_ * heads * static_cast<std::int64_t>((partial_bytes(max_rows_) + 63) / 64 * 64);
     split = static_cast<std::int64_t>(blocks_.size()) * heads < wanted &&

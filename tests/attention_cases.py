@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from tidegate.backends.base import Backend, F32Array, KvLayout, StepBatch
@@ -72,3 +74,49 @@ def run_step(
     matrices = [backend.compute.from_numpy(np.ascontiguousarray(x)) for x in inputs]
     result = getattr(backend, operation)(*matrices, weights)
     return backend.compute.numpy(result).copy()
+
+
+def run_chunks(
+    backend: Backend[Any],
+    layout: KvLayout,
+    operation: str,
+    weights: Any,
+    inputs: list[F32Array],
+    chunks: list[int],
+    others: Sequence[list[tuple[int, int]]] = (),
+    pages_seed: int = 0,
+) -> F32Array:
+    """The result [T, n] for one sequence whose tokens come in ``chunks``. Each step it shares with ``others``: a list of
+    (sequence, number of random tokens), even ones before it and odd ones behind."""
+    generator, starts = np.random.default_rng(99), dict[int, int]()
+    total = len(inputs[0]) + sum(count for step in others for _, count in step)
+    pages = Pages(layout, total // PAGE + 64 + len(others) * 4, pages_seed)
+    backend.bind_kv(layout, pages.memory)
+    results, start = [], 0
+    for step, count in enumerate(chunks):
+        parts, rows, at = [(0, start, count)], [[x[start : start + count] for x in inputs]], 0
+        for sequence, more in others[step] if step < len(others) else ():
+            first = starts.get(sequence, 0)
+            starts[sequence] = first + more
+            place = len(parts) if sequence % 2 else 0
+            at += 0 if sequence % 2 else more
+            parts.insert(place, (sequence, first, more))
+            rows.insert(place, [generator.normal(size=(more, x.shape[1])).astype(np.float32) for x in inputs])
+        joined = [np.concatenate(columns) for columns in zip(*rows, strict=True)]
+        results.append(run_step(backend, pages, parts, joined, operation, weights)[at : at + count])
+        start += count
+    assert start == len(inputs[0])
+    return np.concatenate(results)
+
+
+@st.composite
+def cuts(draw: st.DrawFn, total: int) -> tuple[list[int], list[list[tuple[int, int]]]]:
+    """Chunks of ``total`` tokens and other sequences for every step, as run_chunks wants them."""
+    left, chunks = total, list[int]()
+    while left and len(chunks) < 12:
+        chunks.append(min(left, draw(st.integers(1, 1 + total // 3))))
+        left -= chunks[-1]
+    if left:
+        chunks.append(left)
+    step = st.lists(st.tuples(st.integers(1, 5), st.integers(1, 90)), max_size=3, unique_by=lambda part: part[0])
+    return chunks, [draw(step) for _ in chunks]

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from attention_cases import Pages, cpu_backend, run_step
+from attention_cases import Pages, cpu_backend, cuts, run_chunks, run_step
 from tidegate import _core
 from tidegate.backends.base import AttentionWeights, KvLayout, Norm, Rope
 from tidegate.backends.reference import ReferenceBackend
@@ -57,34 +57,7 @@ def qkv_of(weights, tokens, seed=1):
 
 
 def attend_all(backend, weights, qkv, chunks, dtype="f16", others=(), pages_seed=0):
-    """The sequence's output [tokens, n] when it comes in ``chunks``, each step together with ``others``: per step a list of
-    (sequence, number of tokens) that go before (even) or after (odd) it."""
-    layout = layout_of(weights, dtype)
-    generator, starts = rng(99), {}
-    total = len(qkv) + sum(count for step in others for _, count in step)
-    pages = Pages(layout, total // 16 + 64 + len(others) * 4, pages_seed)
-    backend.bind_kv(layout, pages.memory)
-    out, start = [], 0
-    for step, count in enumerate(chunks):
-        parts = [(0, start, count)]
-        inputs = [qkv[start : start + count]]
-        at = 0
-        for sequence, more in others[step] if step < len(others) else ():
-            part = (sequence, starts.get(sequence, 0), more)
-            starts[sequence] = part[1] + more
-            rows = normal(generator, more, qkv.shape[1])
-            if sequence % 2 == 0:
-                parts.insert(0, part)
-                inputs.insert(0, rows)
-                at += more
-            else:
-                parts.append(part)
-                inputs.append(rows)
-        result = run_step(backend, pages, parts, [np.concatenate(inputs)], "attend", weights)
-        out.append(result[at : at + count])
-        start += count
-    assert start == len(qkv)
-    return np.concatenate(out)
+    return run_chunks(backend, layout_of(weights, dtype), "attend", weights, [qkv], chunks, others, pages_seed)
 
 
 def check_close(got, want):
@@ -158,14 +131,7 @@ def test_bits_do_not_depend_on_chunks_batch_threads_or_isa(data):
     qkv = qkv_of(weights, total)
     want = attend_all(cpu_backend(threads=1, isa=ISAS[0]), weights, qkv, [total], dtype)
 
-    left, chunks = total, []
-    while left and len(chunks) < 12:
-        chunks.append(min(left, data.draw(st.integers(1, 1 + total // 3))))
-        left -= chunks[-1]
-    if left:
-        chunks.append(left)
-    step = st.lists(st.tuples(st.integers(1, 5), st.integers(1, 90)), max_size=3, unique_by=lambda part: part[0])
-    others = [data.draw(step) for _ in chunks]
+    chunks, others = data.draw(cuts(total))
     backend = cpu_backend(data.draw(st.integers(1, 3)), data.draw(st.sampled_from(ISAS)))
     got = attend_all(backend, weights, qkv, chunks, dtype, others, pages_seed=7)
     assert got.tobytes() == want.tobytes()
