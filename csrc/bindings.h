@@ -20,3 +20,5 @@ using NoGil = nb::call_guard<nb::gil_scoped_release>;
 
 // bindings_kernels.cc
 void bind_kernels(nb::module_& m);
+// bindings_attention.cc
+void bind_attention(nb::module_& m);

@@ -66,8 +66,28 @@ class GroupedAttention:
         rope: RopeTable | None,
     ) -> None: ...
 
+class LatentAttention:
+    def __init__(
+        self,
+        layer: int,
+        num_heads: int,
+        kv_lora_rank: int,
+        nope_dim: int,
+        v_head_dim: int,
+        scale: float,
+        window: int,
+        kv_norm: NormWeights,
+        sinks: F32Array | None,
+        rope: RopeTable,
+        k_up: PackedMatrix,
+        v_up: PackedMatrix,
+    ) -> None: ...
+
 def norm(compute: Compute, x: Matrix, weights: NormWeights) -> Matrix: ...
 def attend(compute: Compute, kv: KvPages, step: Step, layer: GroupedAttention, qkv: Matrix) -> Matrix: ...
+def attend_latent(
+    compute: Compute, pages: KvPages, step: Step, layer: LatentAttention, q: Matrix, kv: Matrix
+) -> Matrix: ...
 
 # ---- route.h
 

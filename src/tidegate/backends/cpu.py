@@ -10,18 +10,16 @@ import os
 from tidegate import _core
 from tidegate.backends.base import ByteArray, StepBatch
 from tidegate.backends.cpu_attention import AttentionOps
-from tidegate.backends.cpu_linear import LinearOps
 from tidegate.errors import UsageError
 
 
-class CpuBackend(AttentionOps, LinearOps):
+class CpuBackend(AttentionOps):
     """``threads`` includes the calling thread. ``workspace`` (uint8, 64-byte aligned) holds every array of a step; an
     operation that does not fit raises OverBudget."""
 
     def __init__(self, threads: int, workspace: ByteArray, isa: str | None = None) -> None:
         compute = _core.Compute(threads, workspace, _choose_isa(isa or os.environ.get("TIDEGATE_ISA")))
-        AttentionOps.__init__(self, compute)
-        LinearOps.__init__(self, compute)
+        super().__init__(compute)
 
     def begin(self, batch: StepBatch) -> None:
         self._batch = batch

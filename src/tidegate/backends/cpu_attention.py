@@ -8,7 +8,6 @@ from tidegate import _core
 from tidegate._core import Matrix
 from tidegate.backends.base import (
     AttentionWeights,
-    Backend,
     ByteArray,
     KvLayout,
     Norm,
@@ -17,16 +16,18 @@ from tidegate.backends.base import (
     Routing,
     StepBatch,
 )
+from tidegate.backends.cpu_linear import LinearOps
 
 
-class AttentionOps(Backend[Matrix]):
-    """Half of CpuBackend. Handles are kept by the identity of the weight object, which is kept too, so an id stays unique."""
+class AttentionOps(LinearOps):
+    """The other part of CpuBackend; handles are kept as there."""
 
     def __init__(self, compute: _core.Compute) -> None:
-        self.compute = compute
+        super().__init__(compute)
         self._norms: dict[int, tuple[_core.NormWeights, Norm]] = {}
         self._ropes: dict[int, tuple[_core.RopeTable, Rope]] = {}
         self._grouped: dict[int, tuple[_core.GroupedAttention, AttentionWeights]] = {}
+        self._latent: dict[int, tuple[_core.LatentAttention, AttentionWeights]] = {}
         self._routers: dict[int, tuple[_core.RouterParams, Router]] = {}
 
     def bind_kv(self, layout: KvLayout, pages: ByteArray) -> None:
@@ -45,6 +46,11 @@ class AttentionOps(Backend[Matrix]):
         known = self._grouped.get(id(weights))
         layer = known[0] if known else self._make_grouped(weights)
         return _core.attend(self.compute, self._kv, self._step, layer, qkv)
+
+    def attend_latent(self, q: Matrix, kv: Matrix, weights: AttentionWeights) -> Matrix:
+        known = self._latent.get(id(weights))
+        layer = known[0] if known else self._make_latent(weights)
+        return _core.attend_latent(self.compute, self._kv, self._step, layer, q, kv)
 
     def route(self, x: Matrix, router: Router) -> Routing[Matrix]:
         known = self._routers.get(id(router))
@@ -89,6 +95,26 @@ class AttentionOps(Backend[Matrix]):
             rope=self._rope(weights.rope) if weights.rope.dims else None,
         )
         self._grouped[id(weights)] = handle, weights
+        return handle
+
+    def _make_latent(self, weights: AttentionWeights) -> _core.LatentAttention:
+        config = weights.config
+        assert weights.kv_norm and weights.k_up and weights.v_up
+        handle = _core.LatentAttention(
+            layer=weights.index,
+            num_heads=config.num_heads,
+            kv_lora_rank=config.kv_lora_rank,
+            nope_dim=config.qk_nope_dim,
+            v_head_dim=config.v_head_dim,
+            scale=config.scale,
+            window=weights.window,
+            kv_norm=self._norm(weights.kv_norm),
+            sinks=weights.sinks_H,
+            rope=self._rope(weights.rope),
+            k_up=self.packed(weights.k_up),
+            v_up=self.packed(weights.v_up),
+        )
+        self._latent[id(weights)] = handle, weights
         return handle
 
     def _make_router(self, router: Router) -> _core.RouterParams:
