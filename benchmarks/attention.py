@@ -15,9 +15,10 @@ import time
 import numpy as np
 
 from tidegate import _core
-from tidegate.backends.base import AttentionWeights, KvLayout, Rope, StepBatch
+from tidegate.backends.base import AttentionWeights, KvLayout, Linear, Norm, Rope, StepBatch
 from tidegate.backends.cpu import CpuBackend
 from tidegate.model_config import AttentionConfig
+from tidegate.quant.formats import Format
 
 # name: query heads, KV heads, head dimension, window, layers
 SHAPES = {
@@ -26,6 +27,11 @@ SHAPES = {
     "olmoe-1b-7b": (16, 16, 128, 0, 6),
     "gpt-oss-20b": (64, 8, 64, 0, 24),
     "gpt-oss-20b window": (64, 8, 64, 128, 24),
+}
+# name: heads, latent rank, nope, rope and value dimensions, layers (multi-head latent attention)
+LATENT_SHAPES = {
+    "deepseek-v2-lite": (16, 512, 128, 64, 128, 24),
+    "deepseek-v3": (128, 512, 128, 64, 128, 4),
 }
 
 
@@ -52,39 +58,74 @@ def step(first: int, count: int, num_pages: int) -> StepBatch:
     )
 
 
-def measure(name: str, backend: CpuBackend, context: int, chunk: int, dtype: str) -> dict[str, float]:
+def grouped(name: str, dtype: str) -> tuple[KvLayout, list[AttentionWeights], list[int], int]:
+    """Layout, layers, widths of the inputs, and flop per query token and key."""
     heads, kv_heads, dim, window, num_layers = SHAPES[name]
-    layout = KvLayout(num_layers, kv_heads, dim, dim, dtype)
+    config = AttentionConfig(heads, kv_heads, dim, dim, dim**-0.5)
+    layers = [AttentionWeights(index, config, rope_of(dim), window) for index in range(num_layers)]
+    return KvLayout(num_layers, kv_heads, dim, dim, dtype), layers, [(heads + 2 * kv_heads) * dim], 4 * heads * dim
+
+
+def latent(name: str, dtype: str) -> tuple[KvLayout, list[AttentionWeights], list[int], int]:
+    heads, rank, nope, rope_dims, v_dim, num_layers = LATENT_SHAPES[name]
+    config = AttentionConfig(heads, heads, nope + rope_dims, v_dim, 0.1, kv_lora_rank=rank, qk_nope_dim=nope)
+    fmt = Format("int8", 32)
+
+    def up(n: int, k: int) -> Linear:
+        return Linear("up", aligned(fmt.packed_bytes(n, k)), fmt, n, k)
+
+    norm = Norm(np.ones(rank, np.float32), None, 1e-6)
+    layers = [
+        AttentionWeights(
+            index,
+            config,
+            rope_of(rope_dims),
+            0,
+            kv_norm=norm,
+            k_up=up(heads * rank, nope),
+            v_up=up(heads * v_dim, rank),
+        )
+        for index in range(num_layers)
+    ]
+    widths = [heads * (nope + rope_dims), rank + rope_dims]
+    return KvLayout(num_layers, 1, rank + rope_dims, 0, dtype), layers, widths, 2 * heads * (2 * rank + rope_dims)
+
+
+def rope_of(dims: int) -> Rope:
+    return Rope((1 / 10000 ** (np.arange(0, dims, 2) / dims)).astype(np.float32))
+
+
+def measure(name: str, backend: CpuBackend, context: int, chunk: int, dtype: str) -> dict[str, float]:
+    """Decode and prefill of a layer at ``context``; latent attention includes its k_up and v_up."""
+    is_latent = name in LATENT_SHAPES
+    layout, layers, widths, flop = (latent if is_latent else grouped)(name, dtype)
     pages = aligned(context // layout.page_tokens * layout.page_bytes)
     pages.view(np.float16 if dtype == "f16" else np.float32)[:] = 0.25
     backend.bind_kv(layout, pages)
-    config = AttentionConfig(heads, kv_heads, dim, dim, dim**-0.5)
-    rope = Rope((1 / 10000 ** (np.arange(0, dim, 2) / dim)).astype(np.float32))
-    layers = [AttentionWeights(index, config, rope, window) for index in range(num_layers)]
-    width = (heads + 2 * kv_heads) * dim
 
     def forward(first: int, count: int, used: list[AttentionWeights]) -> float:
-        qkv = np.random.default_rng(0).normal(size=(count, width)).astype(np.float32)
+        generator = np.random.default_rng(0)
         backend.begin(step(first, count, context // layout.page_tokens))
-        x = backend.compute.from_numpy(qkv)
+        x = [backend.compute.from_numpy(generator.normal(size=(count, width)).astype(np.float32)) for width in widths]
         mark = backend.mark()
 
         def run() -> None:
             for layer in used:
-                backend.attend(x, layer)
+                (backend.attend_latent if is_latent else backend.attend)(*x, layer)  # type: ignore[operator]
                 backend.release(mark)
 
         return best_seconds(run, 12 if count == 1 else 4) / len(used)
 
     decode_s = forward(context - 1, 1, layers)
-    seen = min(window or context, context)
+    window = layers[0].window or context
     prefill_s = forward(context - chunk, chunk, layers[:2])
-    keys = sum(min(window or position + 1, position + 1) for position in range(context - chunk, context))
+    keys = sum(min(window, position + 1) for position in range(context - chunk, context))
     return {
         "decode_us": decode_s * 1e6,
-        "decode_gb_per_s": seen * layout.token_bytes / num_layers / decode_s / 1e9,
+        "decode_gb_per_s": min(window, context) * layout.token_bytes / layout.num_layers / decode_s / 1e9,
+        "decode_gflop_per_s": min(window, context) * flop / decode_s / 1e9,
         "prefill_ms": prefill_s * 1e3,
-        "prefill_gflop_per_s": 4 * keys * heads * dim / prefill_s / 1e9,
+        "prefill_gflop_per_s": keys * flop / prefill_s / 1e9,
     }
 
 
@@ -96,16 +137,15 @@ def main() -> None:
     parser.add_argument("--dtype", choices=["f16", "f32"], default="f16")
     parser.add_argument("--isa", choices=_core.available_isas())
     options = parser.parse_args()
-    CpuBackend.__abstractmethods__ = frozenset()
     backend = CpuBackend(options.threads, aligned(1 << 28), options.isa)
     block = np.ones(1 << 25)
     ceiling = block.nbytes / best_seconds(block.sum, 8) / 1e9
     print(f"{backend.compute.isa}, {options.threads} threads; one thread reads {ceiling:.1f} GB/s")
-    print(f"{'shape':20} {'decode us':>10} {'GB/s':>6} {'prefill ms':>11} {'GFLOP/s':>8}")
+    print(f"{'shape':20} {'decode us':>10} {'GB/s':>6} {'GFLOP/s':>8} {'prefill ms':>11} {'GFLOP/s':>8}")
     results = {}
-    for name in SHAPES:
+    for name in [*SHAPES, *LATENT_SHAPES]:
         row = results[name] = measure(name, backend, options.context, options.chunk, options.dtype)
-        print("{:20} {:10.1f} {:6.1f} {:11.2f} {:8.1f}".format(name, *row.values()), flush=True)
+        print("{:20} {:10.1f} {:6.1f} {:8.1f} {:11.2f} {:8.1f}".format(name, *row.values()), flush=True)
     print(
         json.dumps(
             {"isa": backend.compute.isa, **vars(options), "one_thread_read_gb_per_s": ceiling, "shapes": results}

@@ -24,8 +24,7 @@ def aligned(num_bytes: int, fill: int = 0) -> NDArray[np.uint8]:
 
 
 def cpu_backend(threads: int = 2, isa: str | None = None, workspace_bytes: int = 64 << 20) -> CpuBackend:
-    complete = type("Complete", (CpuBackend,), dict.fromkeys(CpuBackend.__abstractmethods__))
-    return complete(threads, aligned(workspace_bytes), isa)  # type: ignore[no-any-return]
+    return CpuBackend(threads, aligned(workspace_bytes), isa)
 
 
 @dataclass

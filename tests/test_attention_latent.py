@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from attention_cases import aligned, cpu_backend, cuts, run_chunks
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from attention_cases import aligned, cpu_backend, cuts, run_chunks
 from tidegate import _core
 from tidegate.backends.base import AttentionWeights, KvLayout, Linear, Norm, Rope
 from tidegate.backends.reference import ReferenceBackend
@@ -48,7 +48,10 @@ def make_layer(seed=0, heads=4, rank=32, nope=16, rope_dims=8, v_head_dim=16, fm
 
 def inputs_of(weights, tokens, seed=1):
     generator, c, dims = np.random.default_rng(seed), weights.config, weights.rope.dims
-    return [normal(generator, tokens, c.num_heads * (c.qk_nope_dim + dims)), normal(generator, tokens, c.kv_lora_rank + dims)]
+    return [
+        normal(generator, tokens, c.num_heads * (c.qk_nope_dim + dims)),
+        normal(generator, tokens, c.kv_lora_rank + dims),
+    ]
 
 
 def attend_all(backend, weights, inputs, chunks, dtype="f16", others=(), pages_seed=0):
@@ -71,7 +74,12 @@ def layers(draw):
     )
 
 
-@given(layers(), st.lists(st.integers(1, 40), min_size=1, max_size=4), st.sampled_from(["f16", "f32"]), st.sampled_from(ISAS))
+@given(
+    layers(),
+    st.lists(st.integers(1, 40), min_size=1, max_size=4),
+    st.sampled_from(["f16", "f32"]),
+    st.sampled_from(ISAS),
+)
 @settings(max_examples=60, deadline=None)
 def test_agrees_with_the_reference(weights, chunks, dtype, isa):
     inputs = inputs_of(weights, sum(chunks))
