@@ -171,6 +171,25 @@ def test_a_process_under_a_hard_limit_equal_to_its_budget_lives_and_its_ledger_a
         assert done.peak_bytes <= limit
 
 
+def test_a_smaller_budget_after_a_larger_one_in_the_same_process() -> None:
+    code = """
+from tidegate.memory.arena import Arena
+from tidegate.memory.ledger import Ledger
+from tidegate.memory.probe import process_memory
+for size in (200 << 20, 20 << 20):
+    Arena.forget_closed()
+    ledger = Ledger(size + (100 << 20), 40 << 20)
+    ledger.runtime.reserve(process_memory().rss_bytes)
+    arena = Arena(ledger, size)
+    assert ledger.check().error_ratio < 0.03
+    assert process_memory().peak_rss_bytes < size + (60 << 20)
+    arena.close()
+    assert process_memory().peak_rss_bytes > size  # still there to be read
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+
+
 def test_memory_that_the_system_refuses_is_over_budget_not_a_crash() -> None:
     def limit_address_space() -> None:
         resource.setrlimit(resource.RLIMIT_AS, (1 << 30, 1 << 30))

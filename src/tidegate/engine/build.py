@@ -93,6 +93,7 @@ def build(store: ExpertStore, options: EngineOptions, reader: _core.BlockReader 
     config, sizes = store.config, sizes_of(store.config, options)
     codec = TextCodec(store)
     _core.trim_heap()
+    Arena.forget_closed()
     threads = options.threads or len(os.sched_getaffinity(0))
     plan, budget = _plan(store, options, threads)
     ledger = _ledger(plan)

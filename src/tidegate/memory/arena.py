@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 from tidegate import _core
 from tidegate.errors import OverBudget
 from tidegate.memory.ledger import Account, Ledger
+from tidegate.memory.probe import reset_peak
 from tidegate.units import align_up
 
 ByteArray = NDArray[np.uint8]
@@ -36,6 +37,8 @@ class Arena:
     ``nbytes`` is rounded up to 4096. The base is aligned to 2 MiB and backed by huge pages where the kernel has them.
     Carving moves bytes from "arena" to the owner's account, so that the ledger's total is the same from the start.
     """
+
+    _any_closed = False
 
     def __init__(self, ledger: Ledger, nbytes: int, threads: int | None = None) -> None:
         self.nbytes = align_up(nbytes, PAGE_BYTES)
@@ -93,7 +96,17 @@ class Arena:
             self._ledger.account(carve.owner).release(carve.padding_bytes + carve.nbytes)
         self._account.release(self.free_bytes)
         self._ledger.abandon(self)
+        Arena._any_closed = True
         self.carves, self.nbytes, self._used_bytes, self._bytes = [], 0, 0, self._bytes[:0]
+
+    @staticmethod
+    def forget_closed() -> None:
+        """If this process has closed an arena, restart the kernel's high-water mark, which is of memory that is gone.
+
+        For the start of the next model. Not at the end of one: somebody may still want to read its peak.
+        """
+        if Arena._any_closed:
+            reset_peak()
 
 
 def _map(nbytes: int) -> tuple[mmap.mmap, ByteArray]:
