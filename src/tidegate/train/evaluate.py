@@ -52,7 +52,7 @@ def load_model(state: dict[str, Any]) -> Model:
 def token_bytes(tokenizer: Tokenizer) -> np.ndarray[Any, np.dtype[np.int64]]:
     """UTF-8 length of every token in byte-level BPE (a character of the token's name is a byte); specials count 0."""
     special = {number for number, token in tokenizer.get_added_tokens_decoder().items() if token.special}
-    names = [tokenizer.id_to_token(number) for number in range(tokenizer.get_vocab_size())]
+    names = [tokenizer.id_to_token(number) or "" for number in range(tokenizer.get_vocab_size())]
     return np.array([0 if number in special else len(name) for number, name in enumerate(names)])
 
 

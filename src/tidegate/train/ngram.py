@@ -68,7 +68,8 @@ class KneserNey:
             if n < self.order:
                 ended = np.where(found, at, -1)  # the n-gram that ends at each token, and so before the next one
                 numbers = np.concatenate([[-1], ended[:-1]])
-        return -np.log(np.maximum(probability, np.finfo(np.float64).tiny))
+        nll: Floats = -np.log(np.maximum(probability, np.finfo(np.float64).tiny))
+        return nll
 
 
 def _smooth(keys: Ints, counts: Ints, num_contexts: int, vocab_size: int) -> _Order:
@@ -78,7 +79,7 @@ def _smooth(keys: Ints, counts: Ints, num_contexts: int, vocab_size: int) -> _Or
         [0.0] + [max(0.0, value - (value + 1) * ratio * frequency[value] / frequency[value - 1]) for value in (1, 2, 3)]
     )
     contexts = keys // vocab_size
-    totals = np.bincount(contexts, weights=counts, minlength=num_contexts)
+    totals: Floats = np.bincount(contexts, weights=counts, minlength=num_contexts).astype(np.float64)
     taken = np.bincount(contexts, weights=discounts[np.minimum(counts, 3)], minlength=num_contexts)
     backoff = taken / np.maximum(totals, 1.0)
     return _Order(keys, counts, discounts, totals, backoff)
