@@ -147,6 +147,8 @@ def test_a_budget_that_can_never_be_had_is_refused() -> None:
     assert choose_budget(2 * GIB, found).limit_bytes == 2 * GIB
     with pytest.raises(UsageError, match=r"--memory 2,147,483,649 B: more than .* 2,147,483,648 B .*/g"):
         choose_budget(2 * GIB + 1, found)
+    rounded = ceilings(MACHINE, PROCESS, [group((2 * GIB - 1) // 4096 * 4096, 60 * MIB)], None)
+    assert choose_budget(2 * GIB - 1, rounded).limit_bytes == 2 * GIB - 1  # what the kernel made of this very limit
 
 
 def test_address_space_counts_what_is_mapped_but_not_used() -> None:
