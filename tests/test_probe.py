@@ -145,8 +145,8 @@ def test_the_tightest_group_counts_with_the_use_of_others_but_not_its_page_cache
 def test_a_budget_that_can_never_be_had_is_refused() -> None:
     found = ceilings(MACHINE, PROCESS, [group(2 * GIB, 60 * MIB)], None)
     assert choose_budget(2 * GIB, found).limit_bytes == 2 * GIB
-    with pytest.raises(UsageError, match=r"--memory 2,147,483,649 B: more than .* 2,147,483,648 B .*/g"):
-        choose_budget(2 * GIB + 1, found)
+    with pytest.raises(UsageError, match=r"--memory 2,147,487,744 B: more than .* 2,147,483,648 B .*/g"):
+        choose_budget(2 * GIB + 4096, found)
     rounded = ceilings(MACHINE, PROCESS, [group((2 * GIB - 1) // 4096 * 4096, 60 * MIB)], None)
     assert choose_budget(2 * GIB - 1, rounded).limit_bytes == 2 * GIB - 1  # what the kernel made of this very limit
 

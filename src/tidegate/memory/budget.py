@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from tidegate.errors import UsageError
 from tidegate.memory import probe
-from tidegate.units import align_up, format_bytes
+from tidegate.units import format_bytes
 
 # Left to others by the default budget. A control group is ours alone as a rule, so only the kernel needs a little there.
 _MACHINE_RESERVE_RATIO, _MACHINE_RESERVE_MIN_BYTES, _MACHINE_RESERVE_MAX_BYTES = 0.10, 256 << 20, 4 << 30
@@ -78,7 +78,7 @@ def choose_budget(memory_bytes: int | None, found: list[Ceiling]) -> Budget:
             tightest.default_bytes, f"{format_bytes(tightest.default_bytes)} by default ({why}; set --memory)"
         )
     hardest = min(found, key=lambda ceiling: ceiling.hard_bytes)
-    if memory_bytes > align_up(hardest.hard_bytes, 4096):  # the kernel keeps limits in whole pages, rounded down
+    if memory_bytes >= hardest.hard_bytes + 4096:  # the kernel keeps limits in whole pages, rounded down
         raise UsageError(
             f"--memory {memory_bytes:,} B: more than this process can ever have, {hardest.hard_bytes:,} B "
             f"({hardest.name}); use --memory {tightest.default_bytes >> 20}MiB or less"
