@@ -16,4 +16,13 @@ const Kernels& kernels(Isa isa) {
   return kernels_portable;
 }
 
+void multiply_tile(const Kernels& table, const WeightFormat& format, const TileJob& job, int panels) {
+  if (panels <= table.tile_panels) return table.tile_fn(format, job.tile.tokens, panels)(job);
+  const auto multiply_panel = table.tile_fn(format, job.tile.tokens, 1);
+  multiply_panel(job);
+  TileJob second = job;
+  second.panels[0] = job.panels[1];
+  multiply_panel(second);
+}
+
 }  // namespace tidegate

@@ -23,16 +23,19 @@ struct Tile {
   float* values = nullptr;
 };
 
+// One or two panels of 16 rows against one tile of tokens. Two panels share the loads of the inputs.
 struct TileJob {
-  const std::uint8_t* weights;  // one panel
-  std::int64_t k;               // padded
+  std::int64_t k;  // padded
   int group;
   Tile tile;
-  float* out;                   // out[token * out_stride + row]
+  struct Panel {
+    const std::uint8_t* weights;
+    float* out;  // out[token * out_stride + row]
+    int rows;    // 1..16 rows are stored
+    // Where the weights that are wanted next begin; `prefetch_lines` cache lines are fetched with every group.
+    const std::uint8_t* prefetch;
+  } panels[2];
   std::int64_t out_stride;
-  int rows;                     // 1..16 rows of the panel are stored
-  // Where the weights that are wanted next begin; `prefetch_lines` cache lines are fetched with every group.
-  const std::uint8_t* prefetch;
   int prefetch_lines;
 };
 
@@ -49,8 +52,9 @@ struct Kernels {
   using TileFn = void (*)(const TileJob&);
 
   int tile_tokens;  // the widest tile
-  // The kernel of a format for a tile of 1..tile_tokens tokens.
-  TileFn (*tile_fn)(const WeightFormat&, int tokens);
+  int tile_panels;  // how many panels a kernel takes at most: two where registers allow
+  // The kernel of a format for a tile of 1..tile_tokens tokens and 1..tile_panels panels.
+  TileFn (*tile_fn)(const WeightFormat&, int tokens, int panels);
   // Makes inputs [first, first + count) of token `m` of the tile from x; pads with zeros to the format's multiple, of
   // which `first` is one.
   void (*prepare)(const WeightFormat&, const float* x, std::int64_t first, std::int64_t count, const Tile& tile, int m);
@@ -60,6 +64,9 @@ struct Kernels {
   void (*weighted_sum)(float* out, const float* parts, std::int64_t stride, const float* weights, int num_parts,
                        std::int64_t count);
 };
+
+// Runs a job of one or two panels.
+void multiply_tile(const Kernels& table, const WeightFormat& format, const TileJob& job, int panels);
 
 // Throws nothing; `isa` must be one of available_isas().
 const Kernels& kernels(Isa isa);

@@ -5,7 +5,7 @@
 
 namespace tidegate {
 
-extern const Kernels kernels_portable = {Portable::kTileTokens, find_tile_fn<Portable>, prepare<Portable>, activate<Portable>,
-                                         weighted_sum<Portable>};
+extern const Kernels kernels_portable = {Portable::kTileTokens, Portable::kTilePanels, find_tile_fn<Portable>,
+                                         prepare<Portable>, activate<Portable>, weighted_sum<Portable>};
 
 }  // namespace tidegate

@@ -10,6 +10,8 @@ namespace {
 // A chunk of work reads about this much, or computes as long as reading it takes: long enough to hide the claim and the
 // first misses, short enough to share fairly.
 constexpr std::int64_t kChunkBytes = 96 << 10;
+// Up to this many tokens the weights are streamed, one panel at a time.
+constexpr std::int64_t kStreamTokens = 2;
 // Up to about this many tokens a product waits for memory; beyond, its time grows with the tokens.
 constexpr std::int64_t kFreeTokens = 5;
 // Tokens whose prepared inputs stay in the second-level cache while several panels pass over them.
@@ -17,15 +19,17 @@ constexpr std::int64_t kBlockTokens = 128;
 // Preparing fewer inputs than this is cheaper than waking a thread.
 constexpr std::int64_t kSerialInputs = 16 << 10;
 
-std::int64_t panel_grain(const Compute& compute, const PackedMatrix& weight, std::int64_t tokens) {
-  const std::int64_t cost = std::max<std::int64_t>(weight.panel_bytes() * std::max<std::int64_t>(1, tokens / kFreeTokens), 1);
-  const std::int64_t wanted = tokens > kBlockTokens ? 4 : std::max<std::int64_t>(1, kChunkBytes / cost);
-  return std::clamp<std::int64_t>(weight.panels() / (4 * compute.pool.threads()), 1, wanted);
+// How many steps of the walk make a chunk of work.
+std::int64_t grain_of(const Compute& compute, const PackedMatrix& weight, const Walk& walk, std::int64_t tokens) {
+  const std::int64_t step_bytes = std::max<std::int64_t>(1, walk.panels * weight.panel_bytes());
+  const std::int64_t wanted = kChunkBytes / (step_bytes * std::max<std::int64_t>(1, tokens / kFreeTokens));
+  const std::int64_t fair = weight.panels() / (4 * walk.panels * compute.pool.threads());
+  return std::max<std::int64_t>(1, std::min(fair, tokens > kBlockTokens ? 2 : wanted));
 }
 
-void add_bias(const TileJob& job, const float* bias) {
-  for (int m = 0; m < job.tile.tokens; ++m)
-    for (int r = 0; r < job.rows; ++r) job.out[m * job.out_stride + r] += bias[r];
+void add_bias(const TileJob::Panel& panel, std::int64_t stride, int tokens, const float* bias) {
+  for (int m = 0; m < tokens; ++m)
+    for (int r = 0; r < panel.rows; ++r) panel.out[m * stride + r] += bias[r];
 }
 
 }  // namespace
@@ -83,36 +87,43 @@ void PreparedRows::copy_row(const PreparedRows& source, std::int64_t from, std::
   }
 }
 
-PrefetchPlan::PrefetchPlan(const WeightFormat& format, std::int64_t k, std::int64_t passes) {
+Walk::Walk(const WeightFormat& format, std::int64_t k, std::int64_t tokens, std::int64_t passes)
+    : panels(tokens <= kStreamTokens ? 1 : 2), is_stream(tokens <= kStreamTokens),
+      share_bytes(align_up((format.panel_bytes(k) + passes - 1) / passes, 64)) {
   const std::int64_t steps = format.is_integer() ? format.padded_k(k) / format.group : format.padded_k(k) / 2 + 1;
-  share_bytes = align_up((format.panel_bytes(k) + passes - 1) / passes, 64);
-  lines = static_cast<int>((share_bytes / 64 + steps - 1) / steps);
+  prefetch_lines = static_cast<int>((share_bytes / 64 + steps - 1) / steps);
 }
 
 void multiply(Compute& compute, const PreparedRows& rows, const PackedMatrix& weight, float* out, std::int64_t out_stride) {
   const Kernels& table = kernels(compute.isa);
-  const std::int64_t panel_bytes = weight.panel_bytes(), num_tiles = rows.num_tiles();
+  const std::int64_t panel_bytes = weight.panel_bytes(), num_tiles = rows.num_tiles(), num_panels = weight.panels();
   const std::int64_t block_tiles = std::max<std::int64_t>(1, kBlockTokens / rows.tile_tokens());
-  const PrefetchPlan plan(weight.format, weight.k, std::min(num_tiles, block_tiles));
-  TileJob job;
-  job.k = weight.format.padded_k(weight.k);
-  job.group = weight.format.group;
-  job.out_stride = out_stride;
-  job.prefetch_lines = plan.lines;
-  const auto work = [&](std::int64_t panel, std::int64_t t, TileJob tile_job) {
-    const std::int64_t row = panel * kPanelRows;
-    tile_job.weights = weight.data + panel * panel_bytes;
-    tile_job.tile = rows.tile(t);
-    tile_job.out = out + t * rows.tile_tokens() * out_stride + row;
-    tile_job.rows = static_cast<int>(std::min<std::int64_t>(kPanelRows, weight.n - row));
-    tile_job.prefetch = tile_job.weights + panel_bytes + t % block_tiles * plan.share_bytes;
-    table.tile_fn(weight.format, tile_job.tile.tokens)(tile_job);
-    if (weight.bias) add_bias(tile_job, weight.bias + row);
+  const Walk walk(weight.format, weight.k, rows.tokens(), std::min(num_tiles, block_tiles));
+  const auto work = [&](std::int64_t first_panel, std::int64_t t) {
+    TileJob job;
+    job.k = weight.format.padded_k(weight.k);
+    job.group = weight.format.group;
+    job.tile = rows.tile(t);
+    job.out_stride = out_stride;
+    job.prefetch_lines = walk.prefetch_lines;
+    const int panels = static_cast<int>(std::min<std::int64_t>(walk.panels, num_panels - first_panel));
+    for (int p = 0; p < panels; ++p) {
+      const std::int64_t row = (first_panel + p) * kPanelRows;
+      TileJob::Panel& panel = job.panels[p];
+      panel.weights = weight.data + (first_panel + p) * panel_bytes;
+      panel.out = out + t * rows.tile_tokens() * out_stride + row;
+      panel.rows = static_cast<int>(std::min<std::int64_t>(kPanelRows, weight.n - row));
+      panel.prefetch = walk.prefetch(panel.weights, panel.weights + walk.panels * panel_bytes, t % block_tiles);
+    }
+    multiply_tile(table, weight.format, job, panels);
+    for (int p = 0; p < panels && weight.bias; ++p)
+      add_bias(job.panels[p], out_stride, job.tile.tokens, weight.bias + (first_panel + p) * kPanelRows);
   };
-  compute.pool.parallel_for(weight.panels(), panel_grain(compute, weight, rows.tokens()), [&](auto begin, auto end, int) {
+  const std::int64_t steps = (num_panels + walk.panels - 1) / walk.panels;
+  compute.pool.parallel_for(steps, grain_of(compute, weight, walk, rows.tokens()), [&](auto begin, auto end, int) {
     for (std::int64_t block = 0; block < num_tiles; block += block_tiles)
-      for (std::int64_t panel = begin; panel < end; ++panel)
-        for (std::int64_t t = block; t < std::min(block + block_tiles, num_tiles); ++t) work(panel, t, job);
+      for (std::int64_t step = begin; step < end; ++step)
+        for (std::int64_t t = block; t < std::min(block + block_tiles, num_tiles); ++t) work(step * walk.panels, t);
   });
 }
 

@@ -29,11 +29,22 @@ class PreparedRows {
   Tile all_;
 };
 
-// How the kernels of `passes` passes over each panel of a matrix share the work of fetching the next panel.
-struct PrefetchPlan {
-  PrefetchPlan(const WeightFormat& format, std::int64_t k, std::int64_t passes);
+// How a product walks over the panels of a matrix for a number of tokens.
+struct Walk {
+  Walk(const WeightFormat& format, std::int64_t k, std::int64_t tokens, std::int64_t passes);
+  // Panels that are multiplied together. One or two tokens wait for memory, and one stream of it is fastest; more tokens
+  // wait for arithmetic, and two panels share the loads of the inputs.
+  int panels;
+  // What pass `pass` over weights should fetch, given where the weights begin that come after them.
+  const std::uint8_t* prefetch(const std::uint8_t* weights, const std::uint8_t* next, std::int64_t pass) const {
+    return is_stream ? weights + kStreamBytes : next + pass * share_bytes;
+  }
+  int prefetch_lines;  // with every group (f32, bf16: with every two inputs)
+
+ private:
+  static constexpr std::int64_t kStreamBytes = 4 << 10;
+  bool is_stream;
   std::int64_t share_bytes;
-  int lines;  // with every group (f32, bf16: with every two inputs)
 };
 
 // [T, k] -> [T, n], plus the bias if there is one. The result is in the workspace.

@@ -152,29 +152,30 @@ Tile MoeStep::input_tile(const Expert& expert, std::int64_t t) const {
 void MoeStep::hidden_block(const Expert& expert, std::int64_t block) const {
   const std::int64_t first_row = block * block_rows_;
   const std::int64_t rows = std::min<std::int64_t>(block_rows_, layout_.expert_dim - first_row);
-  const std::int64_t panel_bytes = layout_.format.panel_bytes(layout_.hidden_size);
-  const std::int64_t panels = (rows + kPanelRows - 1) / kPanelRows, first_panel = first_row / kPanelRows;
-  const PrefetchPlan plan(layout_.format, layout_.hidden_size, expert.num_tiles());
+  const std::int64_t panels = (rows + kPanelRows - 1) / kPanelRows;
+  const Walk walk(layout_.format, layout_.hidden_size, expert.count, expert.num_tiles());
   alignas(64) float gate[kMaxTileTokens * kMaxBlockRows], up[kMaxTileTokens * kMaxBlockRows];
-  TileJob job;
-  job.k = layout_.format.padded_k(layout_.hidden_size);
-  job.group = layout_.format.group;
-  job.out_stride = block_rows_;
-  job.prefetch_lines = plan.lines;
   for (std::int64_t t = 0; t < expert.num_tiles(); ++t) {
+    TileJob job;
+    job.k = layout_.format.padded_k(layout_.hidden_size);
+    job.group = layout_.format.group;
     job.tile = input_tile(expert, t);
-    const auto multiply = kernels_.tile_fn(layout_.format, job.tile.tokens);
-    for (std::int64_t i = 0; i < 2 * panels; ++i) {
-      const std::int64_t panel = i % panels;
-      job.weights = expert.blob + (i < panels ? 0 : layout_.up_offset) + (first_panel + panel) * panel_bytes;
-      job.out = (i < panels ? gate : up) + panel * kPanelRows;
-      job.rows = static_cast<int>(std::min<std::int64_t>(kPanelRows, rows - panel * kPanelRows));
-      // A single pass fetches the panel that comes next; several share the same panel of the next block.
-      const std::int64_t ahead = expert.num_tiles() > 1 ? panels : 1;
-      job.prefetch = job.weights + ahead * panel_bytes + t * plan.share_bytes;
-      if (ahead == 1 && i == panels - 1) job.prefetch = expert.blob + layout_.up_offset + first_panel * panel_bytes;
-      if (ahead == 1 && i == 2 * panels - 1) job.prefetch = expert.blob + (first_panel + panels) * panel_bytes;
-      multiply(job);
+    job.out_stride = block_rows_;
+    job.prefetch_lines = walk.prefetch_lines;
+    // Step i makes a panel of gate (part 0) or up (part 1): gate and up together, or first all of gate, then all of up.
+    for (std::int64_t i = 0; i < 2 * panels; i += walk.panels) {
+      for (int p = 0; p < walk.panels; ++p) {
+        const std::int64_t part = walk.panels == 2 ? p : i / panels, panel = walk.panels == 2 ? i / 2 : i % panels;
+        const std::uint8_t* const weights = expert.blob + part * layout_.up_offset;
+        const std::int64_t panel_bytes = layout_.format.panel_bytes(layout_.hidden_size);
+        const std::int64_t at = first_row / kPanelRows + panel;
+        // A single pass needs the next panel next; several passes need this block again, then the next block.
+        const std::int64_t next = at + (expert.num_tiles() > 1 ? panels : 1);
+        job.panels[p] = {weights + at * panel_bytes, (part == 0 ? gate : up) + panel * kPanelRows,
+                         static_cast<int>(std::min<std::int64_t>(kPanelRows, rows - panel * kPanelRows)),
+                         walk.prefetch(weights + at * panel_bytes, weights + next * panel_bytes, t)};
+      }
+      multiply_tile(kernels_, layout_.format, job, walk.panels);
     }
     if (layout_.has_bias) {
       add_bias(gate, block_rows_, job.tile.tokens, bias_at(expert.blob, layout_, 0) + first_row, rows);
@@ -191,26 +192,30 @@ void MoeStep::hidden_block(const Expert& expert, std::int64_t block) const {
 // Panels [begin, end) of the down projection, into the pairs.
 void MoeStep::down_panels(const Expert& expert, std::int64_t begin, std::int64_t end) const {
   const std::int64_t panel_bytes = layout_.down_format.panel_bytes(layout_.expert_dim);
-  const PrefetchPlan plan(layout_.down_format, layout_.expert_dim, expert.num_tiles());
-  alignas(64) float out[kMaxTileTokens * kPanelRows];
+  const std::uint8_t* const weights = expert.blob + layout_.down_offset;
+  const Walk walk(layout_.down_format, layout_.expert_dim, expert.count, expert.num_tiles());
+  alignas(64) float out[kMaxTileTokens * 2 * kPanelRows];
   TileJob job;
   job.k = layout_.down_format.padded_k(layout_.expert_dim);
   job.group = layout_.down_format.group;
-  job.out = out;
-  job.out_stride = kPanelRows;
-  job.prefetch_lines = plan.lines;
-  for (std::int64_t panel = begin; panel < end; ++panel) {
-    const std::int64_t row = panel * kPanelRows;
-    job.weights = expert.blob + layout_.down_offset + panel * panel_bytes;
-    job.rows = static_cast<int>(std::min<std::int64_t>(kPanelRows, layout_.hidden_size - row));
+  job.out_stride = 2 * kPanelRows;
+  job.prefetch_lines = walk.prefetch_lines;
+  for (std::int64_t first = begin; first < end; first += walk.panels) {
+    const std::int64_t row = first * kPanelRows;
+    const int panels = static_cast<int>(std::min<std::int64_t>(walk.panels, end - first));
+    const std::int64_t rows = std::min<std::int64_t>(panels * kPanelRows, layout_.hidden_size - row);
     for (std::int64_t t = 0; t < expert.num_tiles(); ++t) {
       job.tile = expert.hidden.tile(t);
-      job.prefetch = job.weights + panel_bytes + t * plan.share_bytes;
-      kernels_.tile_fn(layout_.down_format, job.tile.tokens)(job);
-      if (layout_.has_bias) add_bias(out, kPanelRows, job.tile.tokens, bias_at(expert.blob, layout_, 2) + row, job.rows);
+      for (int p = 0; p < panels; ++p) {
+        const std::uint8_t* const panel = weights + (first + p) * panel_bytes;
+        job.panels[p] = {panel, out + p * kPanelRows, static_cast<int>(std::min<std::int64_t>(kPanelRows, rows - p * kPanelRows)),
+                         walk.prefetch(panel, panel + walk.panels * panel_bytes, t)};
+      }
+      multiply_tile(kernels_, layout_.down_format, job, panels);
+      if (layout_.has_bias) add_bias(out, job.out_stride, job.tile.tokens, bias_at(expert.blob, layout_, 2) + row, rows);
       for (int m = 0; m < job.tile.tokens; ++m) {
         float* const pair = pairs_ + expert.pairs[t * kernels_.tile_tokens + m] * layout_.hidden_size;
-        std::memcpy(pair + row, out + m * kPanelRows, static_cast<std::size_t>(job.rows) * sizeof(float));
+        std::memcpy(pair + row, out + m * job.out_stride, static_cast<std::size_t>(rows) * sizeof(float));
       }
     }
   }

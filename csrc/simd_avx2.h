@@ -10,7 +10,7 @@
 namespace tidegate {
 
 struct Avx2 {
-  static constexpr int kTileTokens = 4;
+  static constexpr int kTileTokens = 4, kTilePanels = 1;
   struct F { __m256 a, b; };
   struct I { __m256i a, b; };
 
@@ -27,6 +27,7 @@ struct Avx2 {
     _mm256_storeu_ps(p + 8, x.b);
   }
   static void store_first(float* p, F x, int count) {
+    if (count == 16) return store(p, x);
     float all[16];
     store(all, x);
     for (int i = 0; i < count; ++i) p[i] = all[i];
@@ -85,6 +86,13 @@ struct Avx2 {
   // 64 codes, four a row. int4 codes are unsigned bytes; int8 and MXFP4 are signed numbers beside their magnitudes,
   // because vpmaddubsw wants one unsigned operand and its 16-bit sums must not saturate.
   struct Codes { __m256i a, b, abs_a, abs_b; };
+  // Four inputs of a token, for every row.
+  using Inputs = __m256i;
+  static Inputs load_inputs(const std::int8_t* p) {
+    std::int32_t four;
+    std::memcpy(&four, p, 4);
+    return _mm256_set1_epi32(four);
+  }
   static constexpr bool is_signed(Kind kind) { return kind != Kind::int4; }
   static constexpr int sum_factor(Kind kind, bool has_min) { return has_min ? 1 : kind == Kind::int4 ? -8 : 0; }
 
@@ -119,10 +127,7 @@ struct Avx2 {
         sum = set_int(is_signed(kKind) ? 0 : group_sum);
       words = set_int(0);
     }
-    void add(const Codes& w, const std::int8_t* x) {
-      std::int32_t four;
-      std::memcpy(&four, x, 4);
-      const __m256i inputs = _mm256_set1_epi32(four);
+    void add(const Codes& w, const Inputs& inputs) {
       I products;
       if constexpr (is_signed(kKind))
         products = {_mm256_maddubs_epi16(w.abs_a, _mm256_sign_epi8(inputs, w.a)),

@@ -10,7 +10,7 @@
 namespace tidegate {
 
 struct Avx512 {
-  static constexpr int kTileTokens = 8;
+  static constexpr int kTileTokens = 4, kTilePanels = 2;
   using F = __m512;
   using I = __m512i;
 
@@ -23,6 +23,7 @@ struct Avx512 {
   static F load_bits(const std::uint8_t* p) { return _mm512_castsi512_ps(_mm512_loadu_si512(p)); }
   static void store(float* p, F x) { _mm512_storeu_ps(p, x); }
   static void store_first(float* p, F x, int count) {
+    if (count == 16) return store(p, x);
     _mm512_mask_storeu_ps(p, static_cast<__mmask16>((1u << count) - 1), x);
   }
   static F add(F a, F b) { return _mm512_add_ps(a, b); }
@@ -54,6 +55,13 @@ struct Avx512 {
 
   // 64 codes, four a row. All kinds are unsigned bytes here: MXFP4 values are stored plus 12.
   using Codes = __m512i;
+  // Four inputs of a token, for every row.
+  using Inputs = __m512i;
+  static Inputs load_inputs(const std::int8_t* p) {
+    std::int32_t four;
+    std::memcpy(&four, p, 4);
+    return _mm512_set1_epi32(four);
+  }
   static constexpr int sum_factor(Kind kind, bool has_min) {
     return has_min ? 1 : kind == Kind::int8 ? -128 : kind == Kind::int4 ? -8 : -12;
   }
@@ -75,11 +83,7 @@ struct Avx512 {
   struct Dot {
     __m512i sum;
     void start(std::int32_t group_sum) { sum = kMin ? _mm512_setzero_si512() : _mm512_set1_epi32(group_sum); }
-    void add(const Codes& w, const std::int8_t* x) {
-      std::int32_t four;
-      std::memcpy(&four, x, 4);
-      sum = _mm512_dpbusd_epi32(sum, w, _mm512_set1_epi32(four));
-    }
+    void add(const Codes& w, const Inputs& x) { sum = _mm512_dpbusd_epi32(sum, w, x); }
     void end_chunk() {}
     I total() const { return sum; }
   };

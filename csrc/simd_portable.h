@@ -10,7 +10,7 @@
 namespace tidegate {
 
 struct Portable {
-  static constexpr int kTileTokens = 2;
+  static constexpr int kTileTokens = 2, kTilePanels = 1;
   struct F { float v[16]; };
   struct I { std::int32_t v[16]; };
 
@@ -87,6 +87,9 @@ struct Portable {
 
   // 64 codes, four a row, as the numbers that meet the inputs.
   struct Codes { std::int16_t v[64]; };
+  // Four inputs of a token.
+  using Inputs = const std::int8_t*;
+  static Inputs load_inputs(const std::int8_t* p) { return p; }
   static constexpr int sum_factor(Kind kind, bool has_min) {
     return has_min ? 1 : kind == Kind::int8 ? -128 : kind == Kind::int4 ? -8 : 0;
   }
@@ -107,7 +110,7 @@ struct Portable {
   struct Dot {
     I sum;
     void start(std::int32_t group_sum) { sum = set_int(kMin ? 0 : group_sum); }
-    void add(const Codes& w, const std::int8_t* x) {
+    void add(const Codes& w, const Inputs& x) {
       for (int i = 0; i < 16; ++i)
         sum.v[i] += w.v[4 * i] * x[0] + w.v[4 * i + 1] * x[1] + w.v[4 * i + 2] * x[2] + w.v[4 * i + 3] * x[3];
     }

@@ -7,123 +7,148 @@
 namespace tidegate {
 
 
-static inline void prefetch_lines(const std::uint8_t*& at, int lines) {
-  for (int i = 0; i < lines; ++i, at += 64) __builtin_prefetch(at);
+// Loops over panels and tokens must be unrolled, or the arrays they index stay in memory.
+#define TIDEGATE_UNROLL _Pragma("GCC unroll 16")
+
+template <int kPanels>
+void prefetch(const std::uint8_t* (&next)[kPanels], int lines) {
+  for (; lines > 0; --lines) {
+    TIDEGATE_UNROLL for (int p = 0; p < kPanels; ++p, next[p - 1] += 64) __builtin_prefetch(next[p]);
+  }
 }
 
 // int8, int4, mxfp4. A group is walked in chunks of kChunk inputs: 16 for groups of 16, otherwise 32.
-template <class S, Kind kKind, bool kMin, int kChunk, int kTokens>
+template <class S, Kind kKind, bool kMin, int kChunk, int kTokens, int kPanels>
 void integer_tile(const TileJob& job) {
   using F = typename S::F;
+  using Codes = typename S::Codes;
   constexpr int kStepInputs = kKind == Kind::int8 ? 4 : 8;
-  const std::uint8_t* w = job.weights;
-  const std::uint8_t* next = job.prefetch;
+  const std::uint8_t* w[kPanels];
+  const std::uint8_t* next[kPanels];
+  F acc[kPanels][kTokens];
+  TIDEGATE_UNROLL for (int p = 0; p < kPanels; ++p) {
+    w[p] = job.panels[p].weights;
+    next[p] = job.panels[p].prefetch;
+    TIDEGATE_UNROLL for (int m = 0; m < kTokens; ++m) acc[p][m] = S::zero();
+  }
   const std::int8_t* x = job.tile.codes;
   const float* x_scales = job.tile.scales;
   const std::int32_t* x_sums = job.tile.sums;
   const int chunks = job.group / kChunk;
-  const std::int64_t groups = job.k / job.group;
-  F acc[kTokens];
-  for (int m = 0; m < kTokens; ++m) acc[m] = S::zero();
-  for (std::int64_t g = 0; g < groups; ++g) {
-    prefetch_lines(next, job.prefetch_lines);
-    const F scale = S::load_half(w);
-    const F low = kMin ? S::load_half(w + 32) : scale;
-    w += kMin ? 64 : 32;
-    typename S::template Dot<kKind, kMin> dot[kTokens];
-    for (int m = 0; m < kTokens; ++m) dot[m].start(x_sums[m]);
+  for (std::int64_t groups = job.k / job.group; groups > 0; --groups) {
+    typename S::template Dot<kKind, kMin> dot[kPanels][kTokens];
+    prefetch(next, job.prefetch_lines);
+    TIDEGATE_UNROLL for (int p = 0; p < kPanels; ++p)
+      TIDEGATE_UNROLL for (int m = 0; m < kTokens; ++m) dot[p][m].start(x_sums[m]);
+    const std::uint8_t* header[kPanels];
+    TIDEGATE_UNROLL for (int p = 0; p < kPanels; ++p) {
+      header[p] = w[p];
+      w[p] += kMin ? 64 : 32;
+    }
     int chunk = 0;
     do {
-#pragma GCC unroll 8
-      for (int step = 0; step < kChunk / kStepInputs; ++step) {
-        if constexpr (kKind == Kind::int8) {
-          const auto codes = S::template load_codes<kKind, kMin>(w);
-          for (int m = 0; m < kTokens; ++m) dot[m].add(codes, x + 4 * m);
-          x += 4 * kTokens;
-        } else {
-          typename S::Codes first, second;
-          S::template load_nibbles<kKind>(w, first, second);
-          for (int m = 0; m < kTokens; ++m) dot[m].add(first, x + 4 * m);
-          for (int m = 0; m < kTokens; ++m) dot[m].add(second, x + 4 * (kTokens + m));
-          x += 8 * kTokens;
+      TIDEGATE_UNROLL for (int step = 0; step < kChunk / kStepInputs; ++step) {
+        Codes first[kPanels], second[kPanels];
+        TIDEGATE_UNROLL for (int p = 0; p < kPanels; ++p) {
+          if constexpr (kKind == Kind::int8)
+            first[p] = S::template load_codes<kKind, kMin>(w[p]);
+          else
+            S::template load_nibbles<kKind>(w[p], first[p], second[p]);
+          w[p] += 64;
         }
-        w += 64;
+        TIDEGATE_UNROLL for (int m = 0; m < kTokens; ++m, x += 4) {
+          const auto inputs = S::load_inputs(x);
+          TIDEGATE_UNROLL for (int p = 0; p < kPanels; ++p) dot[p][m].add(first[p], inputs);
+        }
+        TIDEGATE_UNROLL for (int m = 0; m < kTokens && kKind != Kind::int8; ++m, x += 4) {
+          const auto inputs = S::load_inputs(x);
+          TIDEGATE_UNROLL for (int p = 0; p < kPanels; ++p) dot[p][m].add(second[p], inputs);
+        }
       }
-      for (int m = 0; m < kTokens; ++m) dot[m].end_chunk();
+      TIDEGATE_UNROLL for (int p = 0; p < kPanels; ++p)
+        TIDEGATE_UNROLL for (int m = 0; m < kTokens; ++m) dot[p][m].end_chunk();
     } while (++chunk < chunks);
-    for (int m = 0; m < kTokens; ++m) {
-      const F x_scale = S::set(x_scales[m]);
-      acc[m] = S::fma(S::from_int(dot[m].total()), S::mul(scale, x_scale), acc[m]);
-      if (kMin) acc[m] = S::fma(S::mul(low, x_scale), S::from_int(S::set_int(x_sums[m])), acc[m]);
+    TIDEGATE_UNROLL for (int p = 0; p < kPanels; ++p) {
+      const F scale = S::load_half(header[p]);
+      const F low = kMin ? S::load_half(header[p] + 32) : scale;
+      TIDEGATE_UNROLL for (int m = 0; m < kTokens; ++m) {
+        const F x_scale = S::set(x_scales[m]);
+        acc[p][m] = S::fma(S::from_int(dot[p][m].total()), S::mul(scale, x_scale), acc[p][m]);
+        if (kMin) acc[p][m] = S::fma(S::mul(low, x_scale), S::from_int(S::set_int(x_sums[m])), acc[p][m]);
+      }
     }
     x_scales += kTokens;
     x_sums += kTokens;
   }
-  for (int m = 0; m < kTokens; ++m) {
-    float* const out = job.out + m * job.out_stride;
-    if (job.rows == kPanelRows)
-      S::store(out, acc[m]);
-    else
-      S::store_first(out, acc[m], job.rows);
-  }
+  TIDEGATE_UNROLL for (int p = 0; p < kPanels; ++p)
+    TIDEGATE_UNROLL for (int m = 0; m < kTokens; ++m) S::store_first(job.panels[p].out + m * job.out_stride, acc[p][m], job.panels[p].rows);
 }
 
 // f32 and bf16: one sum of even and one of odd inputs, so that a single token has two chains of dependent additions.
-template <class S, Kind kKind, int kTokens>
+template <class S, Kind kKind, int kTokens, int kPanels>
 void float_tile(const TileJob& job) {
   using F = typename S::F;
-  const std::uint8_t* w = job.weights;
-  const std::uint8_t* next = job.prefetch;
+  const std::uint8_t* w[kPanels];
+  const std::uint8_t* next[kPanels];
+  F even[kPanels][kTokens], odd[kPanels][kTokens];
+  TIDEGATE_UNROLL for (int p = 0; p < kPanels; ++p) {
+    w[p] = job.panels[p].weights;
+    next[p] = job.panels[p].prefetch;
+    TIDEGATE_UNROLL for (int m = 0; m < kTokens; ++m) even[p][m] = odd[p][m] = S::zero();
+  }
   const float* x = job.tile.values;
-  F even[kTokens], odd[kTokens];
-  for (int m = 0; m < kTokens; ++m) even[m] = odd[m] = S::zero();
-  std::int64_t k = 0;
-  for (; k + 2 <= job.k; k += 2, x += 2 * kTokens) {
-    F w_even, w_odd;
-    if constexpr (kKind == Kind::bf16) {
-      const F pairs = S::load_bits(w);
-      w_even = S::bf16_even(pairs);
-      w_odd = S::bf16_odd(pairs);
-      w += 64;
-    } else {
-      w_even = S::load_bits(w);
-      w_odd = S::load_bits(w + 64);
-      w += 128;
+  for (std::int64_t pairs = job.k / 2; pairs > 0; --pairs) {
+    F w_even[kPanels], w_odd[kPanels];
+    prefetch(next, job.prefetch_lines);
+    TIDEGATE_UNROLL for (int p = 0; p < kPanels; ++p) {
+      if constexpr (kKind == Kind::bf16) {
+        const F both = S::load_bits(w[p]);
+        w_even[p] = S::bf16_even(both);
+        w_odd[p] = S::bf16_odd(both);
+        w[p] += 64;
+      } else {
+        w_even[p] = S::load_bits(w[p]);
+        w_odd[p] = S::load_bits(w[p] + 64);
+        w[p] += 128;
+      }
     }
-    prefetch_lines(next, job.prefetch_lines);
-    for (int m = 0; m < kTokens; ++m) even[m] = S::fma(w_even, S::set(x[m]), even[m]);
-    for (int m = 0; m < kTokens; ++m) odd[m] = S::fma(w_odd, S::set(x[kTokens + m]), odd[m]);
+    TIDEGATE_UNROLL for (int m = 0; m < kTokens; ++m, ++x)
+      TIDEGATE_UNROLL for (int p = 0; p < kPanels; ++p) even[p][m] = S::fma(w_even[p], S::set(*x), even[p][m]);
+    TIDEGATE_UNROLL for (int m = 0; m < kTokens; ++m, ++x)
+      TIDEGATE_UNROLL for (int p = 0; p < kPanels; ++p) odd[p][m] = S::fma(w_odd[p], S::set(*x), odd[p][m]);
   }
-  if (k < job.k) {  // f32 with an odd number of inputs
-    const F last = S::load_bits(w);
-    for (int m = 0; m < kTokens; ++m) even[m] = S::fma(last, S::set(x[m]), even[m]);
-  }
-  for (int m = 0; m < kTokens; ++m) S::store_first(job.out + m * job.out_stride, S::add(even[m], odd[m]), job.rows);
+  TIDEGATE_UNROLL for (int p = 0; p < kPanels; ++p)
+    TIDEGATE_UNROLL for (int m = 0; m < kTokens; ++m) {
+      if (job.k % 2 != 0) even[p][m] = S::fma(S::load_bits(w[p]), S::set(x[m]), even[p][m]);  // f32 only
+      S::store_first(job.panels[p].out + m * job.out_stride, S::add(even[p][m], odd[p][m]), job.panels[p].rows);
+    }
 }
 
 // ---- choosing among them ----
 
-template <class S, int kTokens>
+template <class S, int kTokens, int kPanels>
 Kernels::TileFn tile_fn_of(const WeightFormat& format) {
+  constexpr int T = kTokens, P = kPanels;
   constexpr Kind i8 = Kind::int8, i4 = Kind::int4;
   const bool small = format.group == 16;
   switch (format.kind) {
-    case Kind::f32: return float_tile<S, Kind::f32, kTokens>;
-    case Kind::bf16: return float_tile<S, Kind::bf16, kTokens>;
-    case Kind::mxfp4: return integer_tile<S, Kind::mxfp4, false, 32, kTokens>;
+    case Kind::f32: return float_tile<S, Kind::f32, T, P>;
+    case Kind::bf16: return float_tile<S, Kind::bf16, T, P>;
+    case Kind::mxfp4: return integer_tile<S, Kind::mxfp4, false, 32, T, P>;
     case Kind::int8:
-      if (format.has_min) return small ? integer_tile<S, i8, true, 16, kTokens> : integer_tile<S, i8, true, 32, kTokens>;
-      return small ? integer_tile<S, i8, false, 16, kTokens> : integer_tile<S, i8, false, 32, kTokens>;
+      if (format.has_min) return small ? integer_tile<S, i8, true, 16, T, P> : integer_tile<S, i8, true, 32, T, P>;
+      return small ? integer_tile<S, i8, false, 16, T, P> : integer_tile<S, i8, false, 32, T, P>;
     case Kind::int4: break;
   }
-  if (format.has_min) return small ? integer_tile<S, i4, true, 16, kTokens> : integer_tile<S, i4, true, 32, kTokens>;
-  return small ? integer_tile<S, i4, false, 16, kTokens> : integer_tile<S, i4, false, 32, kTokens>;
+  if (format.has_min) return small ? integer_tile<S, i4, true, 16, T, P> : integer_tile<S, i4, true, 32, T, P>;
+  return small ? integer_tile<S, i4, false, 16, T, P> : integer_tile<S, i4, false, 32, T, P>;
 }
 
 template <class S, int kTokens = 1>
-Kernels::TileFn find_tile_fn(const WeightFormat& format, int tokens) {
-  if (tokens == kTokens) return tile_fn_of<S, kTokens>(format);
-  if constexpr (kTokens < S::kTileTokens) return find_tile_fn<S, kTokens + 1>(format, tokens);
+Kernels::TileFn find_tile_fn(const WeightFormat& format, int tokens, int panels) {
+  if (tokens == kTokens)
+    return panels == 1 ? tile_fn_of<S, kTokens, 1>(format) : tile_fn_of<S, kTokens, S::kTilePanels>(format);
+  if constexpr (kTokens < S::kTileTokens) return find_tile_fn<S, kTokens + 1>(format, tokens, panels);
   return nullptr;
 }
 
