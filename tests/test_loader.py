@@ -97,7 +97,6 @@ def test_the_right_bytes_are_there_at_the_moment_of_compute(store: Store, policy
                 for expert, slot in zip(placement.experts, placement.slots, strict=True):
                     key = ExpertKey(layer, expert)
                     assert zlib.crc32(loader.wait(slot)) == store.blob(key).crc32, (step, key)
-                    assert loader.key(slot) == key
         cache.check_integrity()
         counters = loader.counters()
         assert counters.demand_loads + counters.speculative_loads + counters.cancelled_loads >= 10_000

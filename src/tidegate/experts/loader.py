@@ -93,10 +93,6 @@ class NativeLoader(Loader, ExpertSlots):
             self._raise_failure(slot)
         return self._views[slot]
 
-    def key(self, slot: int) -> ExpertKey | None:
-        """The expert last asked for in the slot."""
-        return self._keys[slot]
-
     def counters(self) -> _core.LoaderCounters:
         """A snapshot of the native counters (loads, bytes, waits in ns)."""
         return self.native.counters()

@@ -10,13 +10,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 _UNLIMITED_BYTES = 1 << 60  # cgroup v1 writes "no limit" as a huge number
-_THREAD_STACK_BYTES = 16 << 10  # a thread's stack inside the kernel
 
 
 @dataclass(frozen=True)
 class ProcessMemory:
     """Of /proc/self/status, in bytes. ``rss`` = anonymous + file (mapped libraries) + shared; ``peak`` is its high-water
-    mark (VmHWM); ``page_tables`` and kernel stacks are not in it but count against a cgroup's limit."""
+    mark (VmHWM). ``page_table_bytes`` and 16 KiB of kernel stack a thread are not in it but count against a cgroup's limit."""
 
     rss_bytes: int
     peak_rss_bytes: int
@@ -26,11 +25,6 @@ class ProcessMemory:
     page_table_bytes: int
     virtual_bytes: int
     threads: int
-
-    @property
-    def kernel_bytes(self) -> int:
-        """Memory that the kernel holds on behalf of the process."""
-        return self.page_table_bytes + self.threads * _THREAD_STACK_BYTES
 
 
 def process_memory(proc: Path = Path("/proc/self")) -> ProcessMemory:
