@@ -12,11 +12,12 @@ import pytest
 import torch
 
 import checkpoints
+from attention_cases import cpu_backend
 from in_memory import TinyModel, tiny_model
 from tidegate.backends.reference import ReferenceBackend
 from tidegate.quant.formats import Format
 
-BACKENDS = {"reference": ReferenceBackend}
+BACKENDS = {"reference": ReferenceBackend, "cpu": cpu_backend}
 PREFILL, DECODE = 40, 24
 TOLERANCE = 2e-4
 BF16 = Format("bf16")
