@@ -70,19 +70,18 @@ class HeadProduct {
     const std::int64_t end = std::min(panel_row + kPanelRows, head_row + rows_a_head_);
     float products[kMaxTileTokens * kPanelRows];
     const PreparedRows& input = inputs_[static_cast<std::size_t>(head)];
+    const Walk walk(weight_.format, weight_.k, tokens_, input.num_tiles());
+    const std::uint8_t* const weights = weight_.data + panel * weight_.panel_bytes();
+    const int rows = static_cast<int>(std::min<std::int64_t>(kPanelRows, weight_.n - panel_row));
     TileJob job;
-    job.weights = weight_.data + panel * weight_.panel_bytes();
     job.k = weight_.format.padded_k(weight_.k);
     job.group = weight_.format.group;
-    job.out = products;
     job.out_stride = kPanelRows;
-    job.rows = static_cast<int>(std::min<std::int64_t>(kPanelRows, weight_.n - panel_row));
-    const PrefetchPlan plan(weight_.format, weight_.k, input.num_tiles());
-    job.prefetch_lines = plan.lines;
+    job.prefetch_lines = walk.prefetch_lines;
     for (std::int64_t i = 0; i < input.num_tiles(); ++i) {
       job.tile = input.tile(i);
-      job.prefetch = job.weights + weight_.panel_bytes() + i * plan.share_bytes;
-      table_.tile_fn(weight_.format, job.tile.tokens)(job);
+      job.panels[0] = {weights, products, rows, walk.prefetch(weights, weights + weight_.panel_bytes(), i)};
+      multiply_tile(table_, weight_.format, job, 1);
       for (int m = 0; m < job.tile.tokens; ++m) {
         float* const to = out.at(i * input.tile_tokens() + m, head) + begin - head_row;
         const float* const from = products + m * kPanelRows + begin - panel_row;
