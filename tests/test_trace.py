@@ -9,7 +9,8 @@ import pytest
 
 from tidegate.errors import CorruptFile, UsageError
 from tidegate.experts import trace as trace_module
-from tidegate.experts.trace import TraceMeta, TraceReader, TraceWriter, import_arrays
+from tidegate.experts.trace import TraceMeta, TraceReader, TraceWriter, sketch_matrix
+from tidegate.experts.trace_import import import_arrays, import_npz
 
 
 def _write(path: Path, steps: int = 30, seed: int = 0) -> list[tuple[np.ndarray, np.ndarray]]:
@@ -120,3 +121,73 @@ def test_a_missing_trace_and_an_expert_out_of_range(tmp_path):
         list(TraceReader(path))
     with pytest.raises(UsageError, match="offsets must rise"):
         import_arrays(path, np.zeros((3, 2, 1), np.uint8), np.array([0, 5]), num_experts=8)
+
+
+def test_a_failed_step_is_forgotten(tmp_path):
+    writer = TraceWriter(tmp_path / "t.trace", TraceMeta(2, 4, 1))
+    for token, layers in ((1, 2), (2, 1), (3, 2)):
+        writer.begin_step(np.zeros(1), np.zeros(1), np.array([token]))
+        for layer in range(layers):
+            writer.record(np.full((1, 1), layer), np.ones((1, 1)))
+        if layers == 2:
+            writer.end_step()
+    writer.close()
+    (chunk,) = TraceReader(tmp_path / "t.trace")
+    assert chunk.token.tolist() == [1, 3] and chunk.step.tolist() == [0, 1]
+
+
+def test_sketches_keep_inner_products(tmp_path):
+    rng = np.random.default_rng(1)
+    hidden = rng.standard_normal((2, 512)).astype(np.float32)
+    writer = TraceWriter(tmp_path / "t.trace", TraceMeta(1, 4, 1, sketch_dims=256))
+    writer.begin_step(np.zeros(2), np.arange(2), np.zeros(2))
+    writer.record(np.zeros((2, 1), np.int32), np.ones((2, 1)), hidden)
+    writer.end_step()
+    writer.close()
+    (chunk,) = TraceReader(tmp_path / "t.trace")
+    assert chunk.sketch.shape == (2, 1, 256)
+    np.testing.assert_allclose(chunk.sketch[:, 0], hidden @ sketch_matrix(512, 256), atol=2e-2)
+    assert abs((chunk.sketch[0, 0].astype(float) ** 2).sum() / (hidden[0] ** 2).sum() - 1) < 0.3
+
+
+@pytest.mark.parametrize(
+    ("key", "value"), [("num_layers", 0), ("num_layers", 10**9), ("num_experts", "x"), ("num_experts_per_tok", -1)]
+)
+def test_an_absurd_shape_is_named_before_anything_is_made_of_it(tmp_path, key, value):
+    path = tmp_path / "t.trace"
+    _write(path, steps=2)
+    meta = json.loads(zipfile.ZipFile(path).read("meta.json"))
+    _rewrite(path, "meta.json", json.dumps({**meta, key: value}).encode())
+    with pytest.raises(CorruptFile, match=r"meta\.json"):
+        TraceReader(path)
+
+
+def test_plain_arrays_are_imported_with_their_categories(tmp_path):
+    rng = np.random.default_rng(2)
+    experts = rng.integers(0, 8, (9000, 2, 2)).astype(np.uint8)
+    arrays = {"experts": experts, "offsets": np.array([0, 5000, 9000]), "category": np.array(["code", "prose"])}
+    np.savez(tmp_path / "a.npz", **arrays, token=np.arange(9000))
+    import_npz(tmp_path / "a.npz", tmp_path / "t.trace", num_experts=8)
+    reader = TraceReader(tmp_path / "t.trace")
+    chunks = list(reader)
+    np.testing.assert_array_equal(np.concatenate([c.experts for c in chunks]), experts)
+    assert np.concatenate([c.step for c in chunks]).tolist() == list(range(9000))
+    assert reader.categories == {0: "code", 1: "prose"} and chunks[-1].position[-1] == 3999
+
+
+@pytest.mark.parametrize(
+    ("arrays", "said"),
+    [
+        ({"experts": np.zeros((3, 2, 1), np.uint8)}, "no offsets"),
+        ({"experts": np.zeros((3, 2), np.uint8), "offsets": np.array([0, 3])}, r"\[T, L, K\]"),
+        ({"experts": np.full((3, 2, 1), 9, np.uint8), "offsets": np.array([0, 3])}, "ids reach 9"),
+        ({"experts": np.zeros((3, 2, 1), np.uint8), "offsets": np.array([0, 3]), "token": np.zeros(2)}, "token has shape"),
+    ],
+)
+def test_arrays_that_cannot_be_a_trace_are_named(tmp_path, arrays, said):
+    np.savez(tmp_path / "a.npz", **arrays)
+    with pytest.raises(UsageError, match=said):
+        import_npz(tmp_path / "a.npz", tmp_path / "t.trace", num_experts=8)
+    (tmp_path / "a.npz").write_bytes(b"nonsense")
+    with pytest.raises(CorruptFile, match="plain arrays"):
+        import_npz(tmp_path / "a.npz", tmp_path / "t.trace", num_experts=8)

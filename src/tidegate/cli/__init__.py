@@ -1,6 +1,7 @@
 """The ``tidegate`` command: one thin file a subcommand, imported only when it is called.
 
-``tidegate/cli/NAME.py`` has ``def command(...)`` with typer annotations; the table below has its line in the help.
+``tidegate/cli/NAME.py`` (with underscores for dashes) has ``def command(...)`` with typer annotations; the table below
+has its line in the help.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ COMMANDS = {
     "run": "Answer a prompt, a file or a chat with a model, inside a memory budget.",
     "convert": "Turn a checkpoint into an expert store: packed, checked, ready to stream.",
     "info": "Show what is in a checkpoint or a store.",
+    "trace": "Record which experts a model uses on texts; or import recorded arrays.",
     "train": "Train a small MoE model on the CPU; stop, kill and resume it at will.",
 }
 INTERRUPTED = 130
@@ -85,6 +87,6 @@ def _root_flags(
 def _call_subcommand(ctx: typer.Context) -> int:
     name = str(ctx.info_name)
     app = _app()
-    app.command(help=COMMANDS[name])(import_module(f"tidegate.cli.{name}").command)
+    app.command(help=COMMANDS[name])(import_module("tidegate.cli." + name.replace("-", "_")).command)
     result: Any = app(ctx.args, prog_name=f"tidegate {name}", standalone_mode=False)
     return int(result or 0)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
-from contextlib import closing
+from contextlib import closing, nullcontext
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -33,6 +33,7 @@ def command(
         bool, typer.Option("--raw", help="Continue the prompt as plain text, without the chat template.")
     ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object at the end instead of text.")] = False,
+    trace: Annotated[Path | None, typer.Option(help="Record which experts every token used in this file.")] = None,
     **options: Any,
 ) -> int:
     """The answer goes to standard output, everything else to standard error. A prompt is a message to the model's chat
@@ -48,12 +49,13 @@ def command(
         if not as_json:
             _say(plan_table(loaded.plan, loaded.budget_explanation))
         exit_code = 0
-        if text is None or chat:
-            from tidegate.cli.chat import talk_with  # noqa: PLC0415  (needs readline)
+        with loaded.trace(trace, model) if trace else nullcontext():
+            if text is None or chat:
+                from tidegate.cli.chat import talk_with  # noqa: PLC0415  (needs readline)
 
-            talk_with(loaded, text, sampling)
-        else:
-            exit_code = _answer(loaded, text, raw, as_json, sampling)
+                talk_with(loaded, text, sampling)
+            else:
+                exit_code = _answer(loaded, text, raw, as_json, sampling)
         if not as_json:
             _say(closing_line(loaded.stats()))
     return exit_code

@@ -49,7 +49,7 @@ _HINTS = {
 
 @dataclass
 class Runtime:
-    """Everything a loaded model consists of. ``experts`` and ``loader`` are None for a model without MoE layers."""
+    """Everything a loaded model consists of. ``experts``, ``cache`` and ``loader`` are None without MoE layers."""
 
     config: ModelConfig
     sizes: Sizes
@@ -59,6 +59,7 @@ class Runtime:
     engine: Engine
     codec: TextCodec
     eos_token_ids: frozenset[int]
+    experts: Experts | None
     cache: ExpertCache | None
     loader: NativeLoader | None
     resources: ExitStack
@@ -122,7 +123,7 @@ def build(store: ExpertStore, options: EngineOptions, reader: _core.BlockReader 
         eos = frozenset(config.eos_token_ids)
         ledger.settle()
         kept = resources.pop_all()
-    return Runtime(config, sizes, budget, plan, ledger, engine, codec, eos, cache, loader, kept)
+    return Runtime(config, sizes, budget, plan, ledger, engine, codec, eos, experts, cache, loader, kept)
 
 
 def _plan(store: ExpertStore, options: EngineOptions, threads: int) -> tuple[Plan, Budget]:

@@ -16,6 +16,7 @@ from tidegate.engine.sequence import Sampled, Sequence
 from tidegate.errors import TidegateError
 
 F32Array = NDArray[np.float32]
+I32Array = NDArray[np.int32]
 
 
 class ForwardModel(Protocol):
@@ -24,6 +25,15 @@ class ForwardModel(Protocol):
     def forward(self, batch: StepBatch) -> F32Array:
         """float32 [R, V], valid until the next call. Raises ReadFailed or CorruptFile when an expert cannot be read; the
         caches are consistent then, and the same step may be tried again."""
+
+
+class StepRecorder(Protocol):
+    """A trace, as far as the engine knows it; the MoE layers record between the two calls."""
+
+    def begin_step(self, sequence_T: I32Array, position_T: I32Array, token_T: I32Array) -> None: ...
+
+    def end_step(self) -> None:
+        """The step went well. A step that failed is not ended; the next ``begin_step`` forgets it."""
 
 
 class Book(Protocol):
@@ -66,6 +76,7 @@ class Engine:
         self.decoder, self.scheduler, self.ledger = decoder, scheduler, ledger
         self.times = StepTimes()
         self.closed = False
+        self.trace: StepRecorder | None = None
         self._check_every = check_every
 
     def step(self) -> list[Sequence]:
@@ -76,7 +87,7 @@ class Engine:
             return []
         started_s = time.perf_counter()
         try:
-            logits_RV = self.decoder.forward(make_batch(chunks))
+            logits_RV = self._forward(chunks)
         except TidegateError as error:
             return self._fail(chunks, error)
         changed = self.scheduler.postprocess(chunks, _choose(logits_RV, chunks))
@@ -87,6 +98,16 @@ class Engine:
         if self.times.steps % self._check_every == 0:
             self.ledger.check()
         return changed
+
+    def _forward(self, chunks: list[Chunk]) -> F32Array:
+        batch = make_batch(chunks)
+        if self.trace is None:
+            return self.decoder.forward(batch)
+        ids = np.array([chunk.sequence.id for chunk in chunks], np.int32)
+        self.trace.begin_step(ids[batch.sequence_T], batch.positions_T, batch.token_ids_T)
+        logits_RV = self.decoder.forward(batch)
+        self.trace.end_step()
+        return logits_RV
 
     def _fail(self, chunks: list[Chunk], error: TidegateError) -> list[Sequence]:
         for chunk in chunks:

@@ -7,9 +7,11 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable, Generator, Mapping
+from collections.abc import Callable, Generator, Iterator, Mapping
 from collections.abc import Sequence as Items
+from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from types import TracebackType
 from typing import Any, overload
 
@@ -22,6 +24,7 @@ from tidegate.engine.build import Runtime, build
 from tidegate.engine.sequence import Sampled, Sequence
 from tidegate.engine.source import open_store
 from tidegate.errors import UsageError
+from tidegate.experts.trace import TraceMeta, TraceWriter
 from tidegate.plan import Plan
 
 F32Array = NDArray[np.float32]
@@ -111,6 +114,10 @@ class Model:
         Raises UsageError if it has none; otherwise as generate."""
         return self.generate(self.chat_prompt(messages), **options)
 
+    def encode(self, text: str) -> list[int]:
+        """Token ids, with what the model expects in front. Raises CheckpointError without a tokenizer."""
+        return self._runtime.codec.encode(text)
+
     def chat_prompt(self, messages: Items[Mapping[str, Any]]) -> list[int]:
         """The conversation as the token ids that the model expects, ready for its answer."""
         return self._runtime.codec.chat_prompt(messages)
@@ -120,6 +127,31 @@ class Model:
         sequence = self._sequence(list(token_ids), SamplingOptions(), keep_logits=True)
         self._finish([sequence])
         return np.concatenate(sequence.kept_logits)
+
+    @contextmanager
+    def trace(self, path: Path, source: str = "") -> Iterator[TraceWriter]:
+        """Record the routing of every step inside the ``with`` block to ``path``, which appears when the block ends well.
+        Raises UsageError for a model without MoE layers."""
+        runtime = self._runtime
+        runtime.check_open()
+        config, needs = runtime.config, runtime.plan.needs
+        if runtime.experts is None or config.moe is None:
+            raise UsageError("--trace has no effect: this model has no experts")
+        meta = TraceMeta(
+            config.num_moe_layers, config.moe.num_experts, config.moe.num_experts_per_tok, source, needs.slot_bytes,
+            needs.fixed_bytes,
+        )  # fmt: skip
+        writer = TraceWriter(path, meta)
+        runtime.experts.trace = runtime.engine.trace = writer
+        try:
+            yield writer
+        except BaseException:
+            writer.discard()
+            raise
+        else:
+            writer.close()
+        finally:
+            runtime.experts.trace = runtime.engine.trace = None
 
     def stats(self) -> dict[str, Any]:
         """Counters since the load: tokens and seconds of prefill and decode, cache hits and misses, bytes read, memory."""

@@ -11,7 +11,7 @@ import json
 import zipfile
 import zlib
 from collections.abc import Iterator
-from dataclasses import dataclass, field, fields
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
@@ -29,19 +29,23 @@ Array = NDArray[Any]
 
 @dataclass(frozen=True)
 class TraceMeta:
-    """What a trace says about itself: the model's shape and free-form origin."""
+    """What a trace says about itself. ``expert_bytes`` (one packed expert) and ``fixed_bytes`` (all that was in memory
+    beside expert slots) are 0 when unknown; ``sketch_dims`` is the width of the hidden-state sketches, 0 for none."""
 
     num_layers: int
     num_experts: int
     num_experts_per_tok: int
     source: str = ""
+    expert_bytes: int = 0
+    fixed_bytes: int = 0
+    sketch_dims: int = 0
     version: int = FORMAT_VERSION
 
 
 @dataclass(frozen=True)
 class TraceChunk:
     """Consecutive rows: step, sequence, position, token int32 [T]; experts uint8 or uint16 [T, L, K], in descending gate
-    weight; weights float16 [T, L, K]."""
+    weight; weights float16 [T, L, K]; sketch float16 [T, L, sketch_dims], what each router saw, projected."""
 
     step: Array
     sequence: Array
@@ -49,63 +53,70 @@ class TraceChunk:
     token: Array
     experts: Array
     weights: Array
+    sketch: Array
 
 
 _MEMBERS = tuple(item.name for item in fields(TraceChunk))
+_ALWAYS = tuple(name for name in _MEMBERS if name != "sketch")
+_Rows = dict[str, Array]
 
 
-@dataclass
-class _Buffer:
-    """Rows not yet written, as lists of arrays."""
-
-    rows: int = 0
-    columns: dict[str, list[Array]] = field(default_factory=lambda: {name: [] for name in _MEMBERS})
+def sketch_matrix(hidden_size: int, sketch_dims: int) -> NDArray[np.float32]:
+    """float32 [D, sketch_dims]: the fixed random projection of every sketch; it keeps inner products on average."""
+    values = np.random.default_rng(0).standard_normal((hidden_size, sketch_dims), dtype=np.float32)
+    return values / np.float32(sketch_dims**0.5)
 
 
 class TraceWriter:
     """Streams a trace to ``path``: chunks of CHUNK_ROWS rows as members of a zip file, so memory stays bounded.
 
-    Call ``begin_step`` once a forward pass, ``record`` once a MoE layer in order, ``end_step``. The file appears under its
-    name only on ``close``; until then it is ``<path>.partial``.
+    Call ``begin_step`` once a forward pass, ``record`` once a MoE layer in order, ``end_step``; a step that failed is
+    forgotten when the next one begins. The file appears under its name only on ``close``; until then it is
+    ``<path>.partial``. ``categories`` may name the kind of text of a sequence.
     """
 
     def __init__(self, path: Path, meta: TraceMeta) -> None:
         self.path, self.meta = path, meta
+        self.categories: dict[int, str] = {}
         self._partial = path.with_name(path.name + ".partial")
         self._zip = zipfile.ZipFile(self._partial, "w", zipfile.ZIP_DEFLATED, compresslevel=1)
-        self._buffer = _Buffer()
-        self._step = self._chunks = 0
-        self._layers: list[tuple[Array, Array]] = []
         self._expert_dtype = np.uint8 if meta.num_experts <= 256 else np.uint16
+        self._done: list[_Rows] = []
+        self._step: _Rows = {}
+        self._layers: list[tuple[Array, Array, Array]] = []
+        self._projection: Array | None = None
+        self._num_rows = self._num_steps = self._num_chunks = 0
 
     def begin_step(self, sequence_T: Array, position_T: Array, token_T: Array) -> None:
-        """Rows of the forward pass that starts now."""
-        columns = self._buffer.columns
-        columns["step"].append(np.full(len(token_T), self._step, np.int32))
-        for name, values in (("sequence", sequence_T), ("position", position_T), ("token", token_T)):
-            columns[name].append(np.asarray(values, np.int32).copy())
-        self._layers.clear()
+        """Rows of the forward pass that starts now (copied)."""
+        columns = {"sequence": sequence_T, "position": position_T, "token": token_T}
+        self._step = {name: np.array(values, np.int32) for name, values in columns.items()}
+        self._layers = []
 
-    def record(self, topk_expert_ids_TK: Array, topk_weights_TK: Array) -> None:
-        """Routing of the next MoE layer of the current step (copied)."""
-        self._layers.append((topk_expert_ids_TK.astype(self._expert_dtype), topk_weights_TK.astype(np.float16)))
+    def record(self, topk_expert_ids_TK: Array, topk_weights_TK: Array, hidden_TD: Array | None = None) -> None:
+        """Routing of the next MoE layer of the current step, and what its router saw (all copied)."""
+        ids, weights = topk_expert_ids_TK.astype(self._expert_dtype), topk_weights_TK.astype(np.float16)
+        self._layers.append((ids, weights, self._sketch(hidden_TD, len(ids))))
 
     def end_step(self) -> None:
         """Close the step; writes a chunk when enough rows have come together."""
         assert len(self._layers) == self.meta.num_layers, (len(self._layers), self.meta.num_layers)
-        columns = self._buffer.columns
-        columns["experts"].append(np.stack([ids for ids, _ in self._layers], axis=1))
-        columns["weights"].append(np.stack([weights for _, weights in self._layers], axis=1))
-        self._buffer.rows += len(columns["step"][-1])
-        self._step += 1
-        if self._buffer.rows >= CHUNK_ROWS:
-            self._flush()
+        stacked = (np.stack(parts, axis=1) for parts in zip(*self._layers, strict=True))
+        step = np.full(len(self._step["token"]), self._num_steps, np.int32)
+        self._add({"step": step, **self._step, **dict(zip(("experts", "weights", "sketch"), stacked, strict=True))})
+        self._num_steps += 1
+
+    def extend(self, chunk: TraceChunk) -> None:
+        """Rows that are known already, whole steps that number on from the ones before."""
+        self._add({name: getattr(chunk, name) for name in _MEMBERS})
+        self._num_steps = int(chunk.step[-1]) + 1
 
     def close(self) -> None:
         """Write what is left and give the file its name."""
-        if self._buffer.rows:
+        if self._num_rows:
             self._flush()
-        self._zip.writestr("meta.json", json.dumps({**self.meta.__dict__, "chunks": self._chunks}))
+        data = {**asdict(self.meta), "chunks": self._num_chunks, "categories": self.categories}
+        self._zip.writestr("meta.json", json.dumps(data))
         self._zip.close()
         self._partial.replace(self.path)
 
@@ -114,12 +125,28 @@ class TraceWriter:
         self._zip.close()
         self._partial.unlink(missing_ok=True)
 
+    def _sketch(self, hidden_TD: Array | None, rows: int) -> Array:
+        dims = self.meta.sketch_dims
+        if not dims:
+            return np.empty((rows, 0), np.float16)
+        assert hidden_TD is not None
+        if self._projection is None:
+            self._projection = sketch_matrix(hidden_TD.shape[1], dims)
+        return (hidden_TD @ self._projection).astype(np.float16)
+
+    def _add(self, rows: _Rows) -> None:
+        self._done.append(rows)
+        self._num_rows += len(rows["step"])
+        if self._num_rows >= CHUNK_ROWS:
+            self._flush()
+
     def _flush(self) -> None:
-        for name, parts in self._buffer.columns.items():
-            with self._zip.open(f"{self._chunks:05d}/{name}.npy", "w") as member:
-                np.lib.format.write_array(member, np.concatenate(parts), allow_pickle=False)
-        self._chunks += 1
-        self._buffer = _Buffer()
+        for name in _MEMBERS if self.meta.sketch_dims else _ALWAYS:
+            with self._zip.open(f"{self._num_chunks:05d}/{name}.npy", "w") as member:
+                values = np.concatenate([rows[name] for rows in self._done])
+                np.lib.format.write_array(member, values, version=(1, 0), allow_pickle=False)
+        self._num_chunks += 1
+        self._num_rows, self._done = 0, []
 
 
 class TraceReader:
@@ -131,6 +158,7 @@ class TraceReader:
             self._zip = zipfile.ZipFile(path)
             data = json.loads(self._zip.read("meta.json"))
             self._num_chunks = int(data.pop("chunks"))
+            self.categories = {int(key): str(name) for key, name in data.pop("categories", {}).items()}
             version = data.get("version")
         except FileNotFoundError:
             raise UsageError(f"{path}: no such trace") from None
@@ -141,6 +169,7 @@ class TraceReader:
             raise CorruptFile(path, 0, "trace version", FORMAT_VERSION, f"{version} (written by another Tidegate?)")
         try:
             self.meta = TraceMeta(**data)
+            self._check_meta()
         except TypeError as error:
             self.close()
             raise CorruptFile(path, 0, "meta.json", [item.name for item in fields(TraceMeta)], error) from None
@@ -152,18 +181,35 @@ class TraceReader:
     def close(self) -> None:
         self._zip.close()
 
+    def _check_meta(self) -> None:
+        """A shape that no model has would make whoever reads on allocate without bound."""
+        meta = self.meta
+        limits = {
+            "num_layers": (1, 1024), "num_experts": (1, 65536), "num_experts_per_tok": (1, meta.num_experts),
+            "sketch_dims": (0, 65536), "expert_bytes": (0, 1 << 50), "fixed_bytes": (0, 1 << 50),
+        }  # fmt: skip
+        for name, (low, high) in limits.items():
+            value = getattr(meta, name)
+            if not isinstance(value, int) or not low <= value <= high:
+                self.close()
+                raise CorruptFile(self.path, 0, f"{name} in meta.json", f"{low} to {high}", value)
+
     def _chunk(self, index: int) -> TraceChunk:
-        columns = {name: self._member(f"{index:05d}/{name}.npy") for name in _MEMBERS}
+        meta = self.meta
+        names = _MEMBERS if meta.sketch_dims else _ALWAYS
+        columns = {name: self._member(f"{index:05d}/{name}.npy") for name in names}
         rows = len(columns["step"])
-        shape = (rows, self.meta.num_layers, self.meta.num_experts_per_tok)
+        routed = (rows, meta.num_layers, meta.num_experts_per_tok)
+        shapes = {"experts": routed, "weights": routed, "sketch": (rows, meta.num_layers, meta.sketch_dims)}
         for name, values in columns.items():
-            wanted = shape if name in ("experts", "weights") else (rows,)
+            wanted = shapes.get(name, (rows,))
             if values.shape != wanted:
                 raise CorruptFile(self.path, 0, f"shape of {index:05d}/{name}", wanted, values.shape)
         if rows and int(columns["experts"].max()) >= self.meta.num_experts:
             raise CorruptFile(
                 self.path, 0, f"expert id in chunk {index}", f"< {self.meta.num_experts}", columns["experts"].max()
             )
+        columns.setdefault("sketch", np.empty((rows, meta.num_layers, 0), np.float16))
         return TraceChunk(**columns)
 
     def _member(self, name: str) -> Array:
@@ -178,25 +224,3 @@ class TraceReader:
         except (KeyError, *_BROKEN) as error:
             raise CorruptFile(self.path, 0, f"member {name}", "a complete array", error) from None
         return array
-
-
-def import_arrays(
-    path: Path, experts_TLK: Array, offsets: Array, num_experts: int, weights_TLK: Array | None = None,
-    token_T: Array | None = None, source: str = "",
-) -> None:  # fmt: skip
-    """Write a trace from plain arrays: one token a step, sequence i = rows offsets[i]:offsets[i+1]."""
-    rows, layers, top = experts_TLK.shape
-    if offsets[0] != 0 or offsets[-1] != rows or (np.diff(offsets) < 0).any():
-        raise UsageError(f"offsets must rise from 0 to the number of rows, {rows:,}")
-    writer = TraceWriter(path, TraceMeta(layers, num_experts, top, source))
-    sequence = np.repeat(np.arange(len(offsets) - 1, dtype=np.int32), np.diff(offsets))
-    position = (np.arange(rows) - np.asarray(offsets)[sequence]).astype(np.int32)
-    token = np.zeros(rows, np.int32) if token_T is None else token_T
-    weights = np.zeros(experts_TLK.shape, np.float16) if weights_TLK is None else weights_TLK
-    for row in range(rows):
-        one = slice(row, row + 1)
-        writer.begin_step(sequence[one], position[one], token[one])
-        for layer in range(layers):
-            writer.record(experts_TLK[one, layer], weights[one, layer])
-        writer.end_step()
-    writer.close()

@@ -1,0 +1,69 @@
+"""``tidegate trace``: record the routing of a model over texts, or turn recorded arrays into a trace."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from tidegate.cli.options import flags
+from tidegate.cli.progress import ByteProgress
+from tidegate.config import EngineOptions
+from tidegate.errors import UsageError
+from tidegate.units import format_bytes, parse_bytes
+
+
+@flags({"Model and memory": EngineOptions}, without=("sequences",))
+def command(
+    model: Annotated[str, typer.Argument(help="A model, as in tidegate run; or an .npz file of recorded arrays.")],
+    output: Annotated[Path, typer.Option("--output", "-o", help="The trace to write.")],
+    texts: Annotated[list[Path] | None, typer.Argument(help="Text files; each is one category of the trace.")] = None,
+    answer: Annotated[int, typer.Option(min=1, help="Tokens to generate after each piece of text.")] = 1,
+    experts_in_layer: Annotated[
+        int | None, typer.Option("--num-experts", min=1, help="Experts in a layer; only for an .npz file.")
+    ] = None,
+    expert_size: Annotated[
+        str | None, typer.Option("--expert-bytes", metavar="BYTES", help="One expert's size; only for an .npz file.")
+    ] = None,
+    **options: Any,
+) -> int:
+    """Texts are read as they are, without a chat template, in pieces as long as the context. An .npz file has experts
+    [tokens, layers, experts per token] and offsets, and may have probs, token and category."""
+    if model.endswith(".npz"):
+        if texts or options or answer != 1:
+            raise UsageError("an .npz file is recorded already: give only -o, --num-experts and --expert-bytes")
+        if experts_in_layer is None:
+            raise UsageError(f"{model}: say how many experts a layer has with --num-experts")
+        from tidegate.experts.trace_import import import_npz  # noqa: PLC0415
+
+        size = parse_bytes(expert_size, "--expert-bytes") if expert_size else 0
+        import_npz(Path(model), output, experts_in_layer, size)
+    else:
+        if experts_in_layer is not None or expert_size is not None:
+            raise UsageError("--num-experts and --expert-bytes are for an .npz file; a model knows its own")
+        if not texts:
+            raise UsageError("give at least one text file")
+        _record(model, texts, output, answer, options)
+    print(f"{output}: {format_bytes(output.stat().st_size)}", file=sys.stderr)
+    return 0
+
+
+def _record(path: str, texts: list[Path], output: Path, answer: int, options: dict[str, Any]) -> None:
+    from tidegate.engine.model import load  # noqa: PLC0415  (an import needs no engine)
+
+    contents = [text.read_text(encoding="utf-8") for text in texts]
+    with ByteProgress(f"converting {path}") as progress:
+        model = load(path, progress=progress, **options)
+    with model, model.trace(output, path) as writer:
+        if answer >= model.context:
+            raise UsageError(f"--answer {answer}: the context is {model.context} tokens; raise --context")
+        piece = model.context - answer
+        sequence = 0
+        for text, content in zip(texts, contents, strict=True):
+            ids = model.encode(content)
+            for start in range(0, len(ids), piece):
+                sequence += 1
+                writer.categories[sequence] = text.stem
+                model.generate(ids[start : start + piece], max_tokens=answer, ignore_eos=True)

@@ -1,0 +1,115 @@
+"""The simulator replays a recorded trace through the cache; the live engine's counters must come out, to the last one."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from engines import fixed_process, load_model
+from stores import deepseek_config, qwen_config, write_store
+from tidegate import _core
+from tidegate.errors import ReadFailed
+from tidegate.experts.policy import POLICIES, policy_factory
+from tidegate.experts.trace import TraceReader
+from tidegate.sim.replay import replay
+
+__all__ = ["fixed_process"]
+BUDGETS = 5
+
+
+@pytest.fixture(scope="module", params=["qwen3_moe", "deepseek_v2"])
+def store(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    config = qwen_config() if request.param == "qwen3_moe" else deepseek_config()
+    return write_store(tmp_path_factory.mktemp(request.param) / "store", config)
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_demand_counts_equal_the_live_engines(store: Path, tmp_path: Path, policy: str) -> None:
+    options = {"policy": policy, "sequences": 3, "prefill_chunk": 16}
+    with load_model(store, **options) as model:
+        needs = model.plan.needs
+    rng = np.random.default_rng(8)
+    prompts = [rng.integers(0, 250, size).tolist() for size in (5, 40, 1, 23)]
+    least, most = needs.smallest_bytes, needs.largest_useful_bytes
+    misses = []
+    for index in range(BUDGETS):
+        path = tmp_path / f"{index}.trace"
+        with load_model(store, memory=least + (most - least) * index // (BUDGETS - 1), **options) as model:
+            with model.trace(path):
+                model.generate(prompts, max_tokens=12, ignore_eos=True, temperature=1.0)
+            live, slots = model.stats(), model.plan.slots
+        reader = TraceReader(path)
+        counters = replay(reader, slots, reader.meta.num_experts, policy_factory(policy))
+        for name in ("demand_hits", "misses", "evictions", "prefetch_hits"):
+            assert getattr(counters, name) == live[name], (name, index)
+        assert reader.meta.expert_bytes == needs.slot_bytes and reader.meta.fixed_bytes > 0
+        misses.append(counters.misses)
+    assert misses[0] > misses[-1] > 0
+
+
+def test_rows_are_the_tokens_that_ran(store: Path, tmp_path: Path) -> None:
+    prompts = [[5, 6, 7, 8], [9, 10]]
+    with load_model(store, sequences=2) as model, model.trace(tmp_path / "t.trace", "tiny"):
+        answers = model.generate(prompts, max_tokens=3, ignore_eos=True)
+    reader = TraceReader(tmp_path / "t.trace")
+    (chunk,) = reader
+    assert reader.meta.source == "tiny"
+    for sequence, (prompt, answer) in enumerate(zip(prompts, answers, strict=True), start=1):
+        mine = chunk.sequence == sequence
+        assert chunk.token[mine].tolist() == prompt + answer.token_ids[:-1]
+        assert chunk.position[mine].tolist() == list(range(len(prompt) + 2))
+    assert chunk.step.max() == 2 and len(chunk.step) == 6 + 2 * 2
+    assert (chunk.weights[..., 0] >= chunk.weights[..., -1]).all()
+
+
+def test_a_trace_ends_with_its_block_and_an_error_leaves_no_file(store: Path, tmp_path: Path) -> None:
+    with load_model(store, _core.FaultyReader(fail_at=0)) as model:
+        with pytest.raises(ReadFailed), model.trace(tmp_path / "bad.trace"):
+            model.generate([1, 2, 3], max_tokens=2)
+        assert not list(tmp_path.iterdir())
+        with model.trace(tmp_path / "good.trace"):
+            model.generate([1, 2, 3], max_tokens=2, ignore_eos=True)
+        model.generate([1, 2, 3], max_tokens=2, ignore_eos=True)
+    (chunk,) = TraceReader(tmp_path / "good.trace")
+    assert len(chunk.step) == 4
+
+
+def _tidegate(*arguments: object) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "tidegate", *map(str, arguments)]
+    return subprocess.run(command, capture_output=True, text=True, check=False, timeout=120)
+
+
+def test_the_commands_record_and_import(store: Path, tmp_path: Path) -> None:
+    flags = ("--memory", "120MiB", "--context", "256", "--backend", "reference")
+    (tmp_path / "prose.txt").write_text("It was a dark and stormy night. " * 20)
+    (tmp_path / "code.txt").write_text("for i in range(3): print(i)")
+    out = tmp_path / "t.trace"
+    done = _tidegate("trace", store, tmp_path / "prose.txt", tmp_path / "code.txt", "-o", out, "--answer", 4, *flags)
+    assert done.returncode == 0, done.stderr
+    reader = TraceReader(out)
+    assert list(reader.categories.values()) == ["prose", "prose", "prose", "code"]
+    assert sum(len(chunk.step) for chunk in reader) == 640 + 27 + 4 * 3
+    done = _tidegate("run", store, "hello", "--max-tokens", 5, "--ignore-eos", "--json", "--trace", out, *flags)
+    live, reader = json.loads(done.stdout), TraceReader(out)
+    counters = replay(
+        reader, live["plan"]["slots_per_layer"], reader.meta.num_experts, policy_factory("decayed-lfu")
+    )
+    assert (counters.demand_hits, counters.misses) == (live["demand_hits"], live["misses"])
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["model", "-o", "t"], "text file"),
+        (["a.npz", "-o", "t"], "--num-experts"),
+        (["a.npz", "b.txt", "-o", "t", "--num-experts", 8], "recorded already"),
+        (["a.npz", "-o", "t", "--num-experts", 8], "no such file"),
+        (["model", "b.txt", "-o", "t", "--num-experts", 8], "for an .npz file"),
+    ],
+)
+def test_mistakes_are_named(arguments: list[object], said: str) -> None:
+    done = _tidegate("trace", *arguments)
+    assert done.returncode == 2 and said in done.stderr and len(done.stderr.splitlines()) == 1
