@@ -30,6 +30,7 @@ def command(
     sequence_length: Annotated[int | None, typer.Option(rich_help_panel=_RUN, help="Tokens a sequence.")] = None,
     seed: Annotated[int | None, typer.Option(rich_help_panel=_RUN, help="Of weights and batches.")] = None,
     workers: Annotated[int | None, typer.Option(rich_help_panel=_RUN, help="Processes; one a core is best.")] = None,
+    device: Annotated[str | None, typer.Option(rich_help_panel=_RUN, help="cpu, or a torch device.")] = None,
     no_compile: Annotated[bool, typer.Option("--no-compile", rich_help_panel=_RUN, help="Needs no C++ compiler.")] = False,
     qat_from_step: Annotated[
         int | None, typer.Option(rich_help_panel=_RUN, help="Experts compute with int4 values from this step on.")
@@ -46,7 +47,7 @@ def command(
     plain = given(
         steps=steps, decay_steps=decay_steps, warmup_steps=warmup_steps, matrix_rate=matrix_rate, other_rate=other_rate,
         batch_sequences=batch_sequences, sequence_length=sequence_length, seed=seed, world_size=workers,
-        qat_from_step=qat_from_step, compile=False if no_compile else None,
+        qat_from_step=qat_from_step, device=device, compile=False if no_compile else None,
     )  # fmt: skip
     router = given(
         balance_alpha=balance_alpha, balance_scope=balance_scope, z_loss=z_loss, bias_rate=bias_rate,

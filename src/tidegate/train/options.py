@@ -111,6 +111,7 @@ class TrainOptions:
     weight_decay: float = 0.02
     qat_from_step: int = -1
     world_size: int = 2
+    device: str = "cpu"
     compile: bool = True
 
     def __post_init__(self) -> None:
@@ -118,6 +119,8 @@ class TrainOptions:
             raise UsageError(
                 f"--batch-sequences {self.batch_sequences} must be a multiple of --workers {self.world_size}"
             )
+        if self.device != "cpu" and self.world_size != 1:
+            raise UsageError(f"--device {self.device} goes with --workers 1 only, not {self.world_size}")
         if self.sequence_length > self.architecture.max_positions:
             raise UsageError(
                 f"--sequence-length {self.sequence_length}: the model allows {self.architecture.max_positions} positions"

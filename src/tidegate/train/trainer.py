@@ -102,7 +102,8 @@ class Trainer:
         result = {}
         for domain in sorted(self.shares):
             path = self.tokens / f"{domain}.heldout.u16"
-            batch = torch.from_numpy(heldout_windows(path, self.options.sequence_length, HELDOUT_SEQUENCES))
+            windows = heldout_windows(path, self.options.sequence_length, HELDOUT_SEQUENCES)
+            batch = torch.from_numpy(windows).to(self.options.device)
             temperature = self.options.router_temperature(self.step)
             nll_T, _ = worker.model.evaluate(batch[:, :-1], batch[:, 1:], temperature)
             result[domain] = round(float(nll_T.mean()), 4)

@@ -11,6 +11,7 @@ import ctypes
 import os
 import signal
 from dataclasses import dataclass, field
+from functools import partial
 from multiprocessing.synchronize import Barrier
 from pathlib import Path
 
@@ -54,16 +55,17 @@ class Shared:
     def create(
         options: TrainOptions, token_paths: dict[str, Path], shares: dict[str, float], barrier: Barrier
     ) -> Shared:
-        """Allocate in shared memory and initialise from the seed."""
+        """Allocate (in memory shared by the workers, on the CPU) and initialise from the seed."""
         parameters, shape = parameters_of(options.architecture), options.architecture
+        allocate = partial(Buffers, device=options.device, shared=options.device == "cpu")
         adam = [item for item in parameters if item.kind not in ("matrix", "expert")]
         shared = Shared(
             options, token_paths, shares, barrier, parameters,
-            masters=Buffers(parameters, "master", shared=True),
-            moments=Buffers(parameters, "master", shared=True),
-            squares=Buffers(adam, "master", shared=True),
-            weights=Buffers(parameters, "weight", shared=True),
-            gradients=[Buffers(parameters, "gradient", shared=True) for _ in range(options.world_size)],
+            masters=allocate(parameters, "master"),
+            moments=allocate(parameters, "master"),
+            squares=allocate(adam, "master"),
+            weights=allocate(parameters, "weight"),
+            gradients=[allocate(parameters, "gradient") for _ in range(options.world_size)],
             routers=[[Router(shape, options.router) for _ in range(shape.num_layers)] for _ in range(options.world_size)],
             nll_W=torch.zeros(options.world_size).share_memory_(),
             load_WLE=torch.zeros(options.world_size, shape.num_layers, shape.num_experts).share_memory_(),
@@ -112,7 +114,7 @@ class Worker:
         """One step. Returns whether the update was made: not where any worker's loss is not finite."""
         shared, options = self.shared, self.options
         count = options.batch_sequences // options.world_size
-        batch = torch.from_numpy(self.sampler.batch(first_sequence + self.rank * count, count))
+        batch = torch.from_numpy(self.sampler.batch(first_sequence + self.rank * count, count)).to(options.device)
         self.model.clear_gradients()
         result = self.model.loss(batch[:, :-1], batch[:, 1:], options.router_temperature(step))
         result.loss.backward()
@@ -123,7 +125,7 @@ class Worker:
         if finite:
             self.optimizer.step(step)
             for router, load_E in zip(self.model.routers, shared.load_WLE.mean(0), strict=True):
-                router.update_bias(load_E)
+                router.update_bias(load_E.to(options.device))
         self.meet()
         return finite
 
