@@ -15,7 +15,8 @@ from tidegate.train.options import INT4_GROUP
 def fake_int4(master: torch.Tensor) -> torch.Tensor:
     """The int4 value of every weight, float32, same shape; the last dimension is the input and a multiple of 32."""
     groups = master.reshape(-1, INT4_GROUP)
-    largest = groups.gather(1, groups.abs().argmax(-1, keepdim=True))
+    top, bottom = groups.amax(-1, keepdim=True), groups.amin(-1, keepdim=True)
+    largest = torch.where(top > -bottom, top, bottom)
     scale = (largest / -8).bfloat16().float()
     inverse = torch.where(scale == 0, 0.0, 1.0 / scale)
     codes = (groups * inverse).round().clamp_(-8, 7)
