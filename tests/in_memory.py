@@ -13,6 +13,8 @@ from typing import Any
 import numpy as np
 
 from tidegate.backends.base import Backend, ExpertSlots, KvLayout, StepBatch
+from tidegate.backends.cpu import CpuBackend
+from tidegate.backends.reference import ReferenceBackend
 from tidegate.checkpoint.base import Checkpoint
 from tidegate.checkpoint.hf import HfCheckpoint
 from tidegate.checkpoint.inventory import dense_tensors
@@ -31,6 +33,7 @@ from tidegate.quant.pack import pack
 from tidegate.units import align_up
 
 F32 = Format("f32")
+WORKSPACE_BYTES = 16 << 20
 
 
 def aligned(nbytes: int) -> np.ndarray:
@@ -38,6 +41,12 @@ def aligned(nbytes: int) -> np.ndarray:
     block = np.zeros(nbytes + 4096, np.uint8)
     start = -block.ctypes.data % 4096
     return block[start : start + nbytes]
+
+
+BACKENDS: dict[str, Callable[[], Backend[Any]]] = {
+    "reference": ReferenceBackend,
+    "cpu": lambda: CpuBackend(2, aligned(WORKSPACE_BYTES)),
+}
 
 
 class PackedTensors:

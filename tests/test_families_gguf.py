@@ -9,9 +9,8 @@ import transformers
 
 from gguf_convert import REPRESENTABLE, converted
 from gguf_files import write_gguf
-from in_memory import tiny_model
+from in_memory import BACKENDS, tiny_model
 from test_parity import TOLERANCE, error, prefill_and_decode, token_ids
-from tidegate.backends.reference import ReferenceBackend
 from tidegate.checkpoint.gguf import GgufCheckpoint
 from tidegate.errors import BadTensor
 from tidegate.models.families import model_config, weight_map
@@ -23,14 +22,15 @@ LAYOUTS = [
 ]
 
 
+@pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize(("variant", "stacked", "absorbed"), LAYOUTS)
-def test_gguf_gives_the_logits_of_the_source(variant, stacked, absorbed):
+def test_gguf_gives_the_logits_of_the_source(variant, stacked, absorbed, backend):
     folder, path = converted(variant, stacked, absorbed)
     oracle = transformers.AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager").eval()
     ids = token_ids()
     with torch.no_grad():
         wanted = oracle(torch.tensor(ids)[None].long()).logits[0].numpy()
-    model = tiny_model(GgufCheckpoint(path), ReferenceBackend)
+    model = tiny_model(GgufCheckpoint(path), BACKENDS[backend])
     assert error(prefill_and_decode(model, ids), wanted) < TOLERANCE
 
 

@@ -12,12 +12,11 @@ import pytest
 import torch
 
 import checkpoints
-from attention_cases import cpu_backend
-from in_memory import TinyModel, tiny_model
+from in_memory import BACKENDS, WORKSPACE_BYTES, TinyModel, aligned, tiny_model
+from tidegate.backends.cpu import CpuBackend
 from tidegate.backends.reference import ReferenceBackend
 from tidegate.quant.formats import Format
 
-BACKENDS = {"reference": ReferenceBackend, "cpu": cpu_backend}
 PREFILL, DECODE = 40, 24
 TOLERANCE = 2e-4
 BF16 = Format("bf16")
@@ -99,6 +98,26 @@ def test_chunks_batches_and_slots_change_no_bit(name, experts, backend):
         at += size
     assert at == len(ids)
     assert np.array_equal(np.concatenate(rows), wanted)
+
+
+@pytest.mark.parametrize("name", checkpoints.FAMILIES)
+def test_integer_weights_give_the_reference_and_the_cpu_the_same_model(name):
+    """Sums of integers agree to the bit; a norm that differs in the last place can still round an activation the other way."""
+    formats = {"experts": Format("int4", 32), "dense": Format("int8", 32)}
+    folder, ids = checkpoints.checkpoint(name), token_ids()
+    cpu, reference = (prefill_and_decode(tiny_model(folder, BACKENDS[b], **formats), ids) for b in ("cpu", "reference"))
+    assert error(cpu, reference) < 0.1
+    assert np.median(np.abs(cpu - reference)) / np.abs(reference).max() < 1e-3
+
+
+@pytest.mark.parametrize("threads", [1, 3])
+@pytest.mark.parametrize("name", checkpoints.FAMILIES)
+def test_threads_change_no_bit(name, threads):
+    formats = {"experts": Format("int4", 64), "dense": Format("bf16")}
+    folder, ids = checkpoints.checkpoint(name), token_ids(17)
+    wanted = tiny_model(folder, BACKENDS["cpu"], **formats).run([(0, ids)])[0]
+    model = tiny_model(folder, lambda: CpuBackend(threads, aligned(WORKSPACE_BYTES)), **formats, capacity=4)
+    assert np.array_equal(model.run([(0, ids)])[0], wanted)
 
 
 @pytest.mark.parametrize("capacity", [1, 2, 5])

@@ -11,8 +11,8 @@ from safetensors.torch import load_file, save_file
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 import checkpoints
-from in_memory import tiny_model
-from test_parity import BACKENDS, TOLERANCE, error, prefill_and_decode, token_ids
+from in_memory import BACKENDS, tiny_model
+from test_parity import TOLERANCE, error, prefill_and_decode, token_ids
 from tidegate.quant.formats import Format
 
 BLOCK = (24, 16)  # of FP8 scales; published checkpoints have 128 x 128

@@ -5,8 +5,8 @@ from pathlib import Path
 import pytest
 
 import checkpoints
-from in_memory import TinyModel, aligned, assemble
-from test_parity import BACKENDS, TOLERANCE, error, oracle, prefill_and_decode, token_ids
+from in_memory import BACKENDS, TinyModel, aligned, assemble
+from test_parity import TOLERANCE, error, oracle, prefill_and_decode, token_ids
 from tidegate.checkpoint.convert import ConvertOptions, convert
 from tidegate.checkpoint.reading import read_into
 from tidegate.checkpoint.store import ExpertStore
