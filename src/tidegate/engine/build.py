@@ -127,10 +127,9 @@ def build(store: ExpertStore, options: EngineOptions, reader: _core.BlockReader 
 
 
 def _plan(store: ExpertStore, options: EngineOptions, threads: int) -> tuple[Plan, Budget]:
-    num_threads = threads - 1 + (options.io_threads if store.layouts else 0)
     budget, process = budget_of_process(options.memory_bytes), process_memory()
-    needs = needs_of(store, options, process, num_threads)
-    ways = ways_out(store, options, process, num_threads) if budget.limit_bytes < needs.smallest_bytes else ()
+    needs = needs_of(store, options, process, threads)
+    ways = ways_out(store, options, process, threads) if budget.limit_bytes < needs.smallest_bytes else ()
     return make_plan(budget.limit_bytes, needs, ways), budget
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from tidegate.backends.base import KvLayout
+from tidegate.backends.cpu_workspace import StepShape, workspace_bytes
 from tidegate.checkpoint.store import ExpertStore
 from tidegate.config import EngineOptions
 from tidegate.errors import UsageError
@@ -51,17 +52,18 @@ def sizes_of(config: ModelConfig, options: EngineOptions) -> Sizes:
     return Sizes(context, options.sequences, chunk, options.sequences * -(-context // kv.page_tokens), kv)
 
 
-def needs_of(store: ExpertStore, options: EngineOptions, process: ProcessMemory, num_threads: int) -> Needs:
-    """``process``: a measurement after everything that is loaded before the arena; ``num_threads`` will be started."""
+def needs_of(store: ExpertStore, options: EngineOptions, process: ProcessMemory, threads: int) -> Needs:
+    """``process``: a measurement after everything that is loaded before the arena; ``threads``: those that compute."""
     config, moe = store.config, store.config.moe
     sizes = sizes_of(config, options)
-    growth = GROWTH_BYTES + num_threads * THREAD_BYTES + config.num_layers * OBJECT_BYTES_PER_LAYER
+    new_threads = threads - 1 + (options.io_threads if store.layouts else 0)
+    growth = GROWTH_BYTES + new_threads * THREAD_BYTES + config.num_layers * OBJECT_BYTES_PER_LAYER
     return Needs(
         runtime_bytes=process.rss_bytes,
         growth_bytes=growth + SAMPLER_BYTES_PER_LOGIT * config.vocab_size,
         dense_bytes=store.dense_bytes,
         kv_bytes=align_up(sizes.num_pages * sizes.kv.page_bytes, PAGE_BYTES),
-        workspace_bytes=align_up(workspace_bytes(config, sizes.step_tokens, sizes.sequences), PAGE_BYTES),
+        workspace_bytes=align_up(_workspace_bytes(store, sizes, threads), PAGE_BYTES),
         staging_bytes=0,
         slot_bytes=max((layout.blob_bytes for layout in store.layouts), default=0),
         num_layers=len(store.layouts),
@@ -71,7 +73,7 @@ def needs_of(store: ExpertStore, options: EngineOptions, process: ProcessMemory,
     )
 
 
-def ways_out(store: ExpertStore, options: EngineOptions, process: ProcessMemory, num_threads: int) -> list[WayOut]:
+def ways_out(store: ExpertStore, options: EngineOptions, process: ProcessMemory, threads: int) -> list[WayOut]:
     """Flags that would lower the smallest budget, each tried alone."""
     tries = {
         f"--context {SMALL_CONTEXT_TOKENS}": replace(
@@ -82,29 +84,16 @@ def ways_out(store: ExpertStore, options: EngineOptions, process: ProcessMemory,
         "--kv f16": replace(options, kv="f16"),
     }
     return [
-        WayOut(flag, needs_of(store, tried, process, num_threads).smallest_bytes)
+        WayOut(flag, needs_of(store, tried, process, threads).smallest_bytes)
         for flag, tried in tries.items()
         if tried != options
     ]
 
 
-def workspace_bytes(config: ModelConfig, tokens: int, logit_rows: int) -> int:
-    """Upper bound of what one step's arrays take: the residual stream plus the largest block's own."""
-    att, moe, hidden = config.attention, config.moe, config.hidden_size
-    if att.is_mla:
-        q = att.num_heads * (att.qk_nope_dim + config.rope.dims)
-        latent = att.kv_lora_rank + config.rope.dims
-        attention = hidden + 2 * att.q_lora_rank + q + latent + 2 * att.num_heads * (latent + att.v_head_dim)
-    else:
-        attention = hidden + 2 * ((att.num_heads + att.num_kv_heads) * att.head_dim + att.num_kv_heads * att.v_head_dim)
-        attention += att.num_heads * att.v_head_dim
-    blocks = [attention + hidden, 3 * config.dense_dim + 2 * hidden]
-    if moe is not None:
-        pairs = moe.num_experts_per_tok * (hidden + 3 * moe.expert_dim)
-        blocks.append(2 * moe.num_experts + 4 * moe.shared_dim + pairs + 3 * hidden)
-    step = 4 * tokens * (hidden + max(blocks))
-    logits = 4 * (tokens * hidden + logit_rows * (2 * hidden + config.vocab_size))
-    return max(step, logits)
+def _workspace_bytes(store: ExpertStore, sizes: Sizes, threads: int) -> int:
+    dense = {entry.name: entry.fmt for entry in store.dense.values() if entry.fmt is not None}
+    shape = StepShape(sizes.step_tokens, sizes.sequences, sizes.context_tokens, threads)
+    return workspace_bytes(store.config, dense, store.layouts, sizes.kv, shape)
 
 
 def scored_rows(config: ModelConfig, sizes: Sizes, workspace: int) -> int:
