@@ -130,6 +130,7 @@ void multiply(Compute& compute, const PreparedRows& rows, const PackedMatrix& we
 Matrix linear(Compute& compute, const Matrix& x, const PackedMatrix& weight) {
   if (x.cols != weight.k) throw std::invalid_argument("linear: x has another width than the weight");
   const Matrix out = compute.workspace.matrix(x.rows, weight.n);
+  if (x.rows == 0) return out;  // a step whose logits nobody wants
   const Scratch scratch(compute.workspace);
   const PreparedRows rows = PreparedRows::of(compute, weight.format, x, weight.k, kernels(compute.isa).tile_tokens);
   multiply(compute, rows, weight, out.data, out.cols);

@@ -38,7 +38,7 @@ def smallest_budget(store: Path, **options: Any) -> int:
 
 def load_model(store: Path, reader: _core.BlockReader | None = None, **options: Any) -> Model:
     """``tidegate.load`` with another reader of experts."""
-    options = {"memory": "1GiB", "context": 256, "threads": 2, "backend": "reference", **options}
+    options = {"memory": "1GiB", "context": 256, "threads": 2, **options}
     return Model(build(ExpertStore.open(store), parse_options(EngineOptions, options), reader))
 
 

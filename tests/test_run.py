@@ -23,7 +23,7 @@ CLOSING = re.compile(
     r"^[\d.,]+ tokens/s, first token .+, [\d,]+ hits / [\d,]+ misses \([\d.]+% of [\d,]+ expert visits hit\), "
     r"[\d.]+ \w+ read, peak [\d.]+ MiB of 120 MiB$"
 )
-FLAGS = ["--memory", "120MiB", "--context", "512", "--backend", "reference"]
+FLAGS = ["--memory", "120MiB", "--context", "512"]
 
 
 @pytest.fixture(scope="module")
