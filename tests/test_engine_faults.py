@@ -65,6 +65,7 @@ def test_a_failed_read_is_named_and_the_next_answer_is_right(
         assert runtime.engine.scheduler.kv.num_free == runtime.sizes.num_pages
         if not ends:
             assert model.generate(PROMPT, max_tokens=10, ignore_eos=True).token_ids == answer
+    del runtime
     assert num_threads() == threads
 
 

@@ -23,7 +23,7 @@ from tidegate.engine.engine import Engine
 from tidegate.engine.kv_cache import KvCache
 from tidegate.engine.needs import Sizes, needs_of, scored_rows, sizes_of, ways_out
 from tidegate.engine.scheduler import Scheduler
-from tidegate.errors import CorruptFile, UsageError
+from tidegate.errors import CorruptFile
 from tidegate.experts.base import CacheCounters
 from tidegate.experts.cache import ExpertCache
 from tidegate.experts.loader import LoaderOptions, NativeLoader
@@ -64,11 +64,6 @@ class Runtime:
     loader: NativeLoader | None
     resources: ExitStack
 
-    def check_open(self) -> None:
-        """Raises UsageError after close()."""
-        if self.engine.closed:
-            raise UsageError("the model is closed; load it again")
-
     def stats(self) -> dict[str, Any]:
         """Counters since the load, with units in the keys. ``ledger_bytes`` is what was planned, ``peak_bytes`` the
         kernel's high-water mark of the process."""
@@ -83,8 +78,7 @@ class Runtime:
         }
 
     def close(self) -> None:
-        """End the threads and give the memory back. Idempotent."""
-        self.engine.closed = True
+        """End the threads that read. Those that compute, and the arena, live as long as this object."""
         self.resources.close()
 
 

@@ -75,7 +75,6 @@ class Engine:
     def __init__(self, decoder: ForwardModel, scheduler: Scheduler, ledger: Book, check_every: int = 64) -> None:
         self.decoder, self.scheduler, self.ledger = decoder, scheduler, ledger
         self.times = StepTimes()
-        self.closed = False
         self.trace: StepRecorder | None = None
         self._check_every = check_every
 

@@ -67,8 +67,15 @@ class Model:
     """A model inside its budget. Use it from one thread; close it (or use ``with``) to give the memory back."""
 
     def __init__(self, runtime: Runtime) -> None:
-        self._runtime = runtime
+        self._open: Runtime | None = runtime
         self._next_id = 0
+
+    @property
+    def _runtime(self) -> Runtime:
+        """Raises UsageError after close()."""
+        if self._open is None:
+            raise UsageError("the model is closed; load it again")
+        return self._open
 
     @property
     def plan(self) -> Plan:
@@ -159,7 +166,9 @@ class Model:
 
     def close(self) -> None:
         """End the threads and give the memory back. Idempotent."""
-        self._runtime.close()
+        if self._open is not None:
+            self._open.close()
+            self._open = None  # the last reference to arena and compute threads
 
     def __enter__(self) -> Model:
         return self
@@ -170,7 +179,6 @@ class Model:
     def _sequence(self, prompt: Prompt, sampling: SamplingOptions, *, keep_logits: bool = False) -> Sequence:
         """Not queued yet. Raises UsageError for an empty prompt, a bad token id, or one too long for the context."""
         runtime = self._runtime
-        runtime.check_open()
         ids = runtime.codec.encode(prompt) if isinstance(prompt, str) else list(prompt)
         if not ids:
             raise UsageError("the prompt is empty")
@@ -222,9 +230,7 @@ class Model:
         finally:
             for sequence in sequences:
                 engine.scheduler.end(sequence, "cancelled")
-        for sequence in sequences:
-            if sequence.error is not None:
-                raise sequence.error
+        _raise_first_error(sequences)
 
     def _stream(self, sequence: Sequence) -> Generator[str, None, None]:
         engine, text = self._runtime.engine, sequence.text
@@ -236,5 +242,18 @@ class Model:
                 yield text.take()
         finally:
             engine.scheduler.end(sequence, "cancelled")
-        if sequence.error is not None:
-            raise sequence.error
+        _raise_first_error([sequence])
+
+
+def _raise_first_error(sequences: list[Sequence]) -> None:
+    """An error's traceback holds the frames it came through; whatever leads from those back to the error would keep the
+    whole model alive until the garbage collector runs."""
+    error = next((sequence.error for sequence in sequences if sequence.error is not None), None)
+    if error is None:
+        return
+    for sequence in sequences:
+        sequence.error = None
+    try:
+        raise error
+    finally:
+        del error
