@@ -21,9 +21,9 @@ from tidegate.units import align_up
 DEFAULT_CONTEXT_TOKENS = 4096
 SMALL_CONTEXT_TOKENS, SMALL_CHUNK_TOKENS = 1024, 32
 # Measured: what Python and the libraries still take after the measurement, and what one thread takes.
-GROWTH_BYTES, THREAD_BYTES = 1 << 20, 64 << 10
-# Float64 copies of one row of logits that the sampler holds at its peak, and Python objects of one expert or layer.
-SAMPLER_BYTES_PER_LOGIT, OBJECT_BYTES_PER_LAYER = 48, 16 << 10
+GROWTH_BYTES, THREAD_BYTES = 7 << 18, 64 << 10
+# What the sampler holds of one row of logits at its peak, and Python objects of one layer.
+SAMPLER_BYTES_PER_LOGIT, OBJECT_BYTES_PER_LAYER = 16, 16 << 10
 
 
 @dataclass(frozen=True)
