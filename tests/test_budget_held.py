@@ -86,6 +86,6 @@ def test_one_byte_under_the_smallest_budget_is_refused_before_any_weight_is_read
 ) -> None:
     smallest = smallest_budget(store)
     load_model(store, memory=smallest).close()
-    monkeypatch.setattr("tidegate.engine.build.Arena", None)
+    monkeypatch.setattr("tidegate.engine.build.Arena.__init__", None)
     with pytest.raises(BudgetTooSmall, match="too small by 1 B"):
         load_model(store, memory=smallest - 1)

@@ -19,7 +19,7 @@ from tidegate.units import align_up
 _ALIGNMENT = 64
 _BATCH_PAIRS = 1024  # moe.cc: experts are computed together up to this many (token, expert) pairs
 _KEY_BLOCK, _RUN_KEYS, _MAX_ROWS, _MAX_SPLIT_BYTES = 256, 1024, 48, 4 << 20  # attention_cached.cc
-_PANEL_PAGES = 4
+_PANEL_PAGES, _PASS_BYTES = 4, 16 << 20  # attention_kernels.h, attention_latent.cc
 
 
 @dataclass(frozen=True)
@@ -108,7 +108,7 @@ class _Counter:
         with level.scratch():
             level.matrix(tokens, q_width)
             level.matrix(self._shape.threads, q_width + 2 * max(att.head_dim, att.v_head_dim) + 16)
-            self._cached(att.num_heads // att.num_kv_heads, att.head_dim, att.v_head_dim)
+            self._cached(tokens, att.num_heads // att.num_kv_heads, att.head_dim, att.v_head_dim)
         level.linear(self._dense[prefix + "o"], tokens, hidden, out_width)
 
     def _latent(self, prefix: str) -> None:
@@ -125,23 +125,29 @@ class _Counter:
         level.linear(self._dense[prefix + "kv_a"], tokens, row, hidden)
         level.matrix(tokens, att.num_heads * att.v_head_dim)
         with level.scratch():
-            level.matrix(tokens, att.num_heads * row)
-            level.matrix(tokens, att.num_heads * att.kv_lora_rank)
-            level.prepared(self._dense[prefix + "v_up"], tokens * att.num_heads, att.kv_lora_rank)
-            level.prepared(self._dense[prefix + "k_up"], tokens * att.num_heads, att.qk_nope_dim)
-            self._cached(att.num_heads, row, att.kv_lora_rank)
+            level.matrix(self._shape.threads, row)
+            token_bytes = 4 * att.num_heads * (row + att.kv_lora_rank)
+            one_pass = min(tokens, max(1, _PASS_BYTES // token_bytes))
+            level.matrix(one_pass, att.num_heads * row)
+            level.matrix(one_pass, att.num_heads * att.kv_lora_rank)
+            for name, width in (("k_up", att.qk_nope_dim), ("v_up", att.kv_lora_rank)):
+                with level.scratch():
+                    for _ in range(att.num_heads):
+                        level.prepared(self._dense[prefix + name], one_pass, width)
+            with level.scratch():
+                self._cached(one_pass, att.num_heads, row, att.kv_lora_rank)
         level.linear(self._dense[prefix + "o"], tokens, hidden, att.num_heads * att.v_head_dim)
 
-    def _cached(self, group: int, k_dim: int, v_dim: int) -> None:
+    def _cached(self, tokens: int, group: int, k_dim: int, v_dim: int) -> None:
         """Scratch of each thread, and partial results of runs of keys when few queries are spread over threads."""
         shape, heads = self._shape, self._kv.kv_heads
-        rows = min(_MAX_ROWS, shape.tokens * group)
+        rows = min(_MAX_ROWS, tokens * group)
         partial = align_up(4 * rows * (v_dim + self._kv.page_tokens + 1) + 3 * _ALIGNMENT, _ALIGNMENT)
         panels = 0 if self._kv.v_dim else 4 * _PANEL_PAGES * k_dim * self._kv.page_tokens
         self._level.bytes(shape.threads * (3 * partial + 4 * rows * (_KEY_BLOCK + 2) + panels + 5 * _ALIGNMENT))
-        if shape.threads > 1 and heads < 2 * shape.threads:
-            runs = 2 * shape.threads * (shape.context_tokens // _RUN_KEYS + 2)
-            self._level.bytes(min(_MAX_SPLIT_BYTES, runs * partial))
+        runs = -(-shape.context_tokens // _RUN_KEYS)
+        if shape.threads > 1 and runs > 1 and heads < 2 * shape.threads:
+            self._level.bytes(min(_MAX_SPLIT_BYTES, 2 * shape.threads * runs * partial))
 
     def _mlp(self, prefix: str, gate_up: str, down: str, width: int) -> None:
         """norm and gated_mlp; the result stays."""

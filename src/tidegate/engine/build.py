@@ -96,7 +96,7 @@ def build(store: ExpertStore, options: EngineOptions, reader: _core.BlockReader 
         arena = Arena(ledger, plan.arena_bytes, threads)
         resources.callback(arena.close)
         tensors = _read_dense(store, arena, ledger, options)
-        kv_pages = _carve(arena, ledger, "KV cache", plan.needs.kv_bytes)
+        kv_pages = _carve(arena, ledger, "KV cache", sizes.num_pages * sizes.kv.page_bytes)
         workspace = _carve(arena, ledger, "workspace", plan.needs.workspace_bytes)
         backend = _backend(options, threads, workspace)
         backend.bind_kv(sizes.kv, kv_pages)
@@ -183,6 +183,4 @@ def _backend(options: EngineOptions, threads: int, workspace: ByteArray) -> Back
         return ReferenceBackend()
     from tidegate.backends.cpu import CpuBackend  # noqa: PLC0415
 
-    make: Any = CpuBackend
-    backend: Backend[Any] = make(threads, workspace)
-    return backend
+    return CpuBackend(threads, workspace)
