@@ -140,7 +140,6 @@ class Model:
         """Record the routing of every step inside the ``with`` block to ``path``, which appears when the block ends well.
         Raises UsageError for a model without MoE layers."""
         runtime = self._runtime
-        runtime.check_open()
         config, needs = runtime.config, runtime.plan.needs
         if runtime.experts is None or config.moe is None:
             raise UsageError("--trace has no effect: this model has no experts")
