@@ -57,6 +57,7 @@ def test_an_unknown_architecture_names_the_known_ones(tmp_path):
         ("attention.head_count_kv", [2, 4], "differs between layers"),
         ("rope.scaling.type", "odd", "rope scaling 'odd'"),
         ("attention.head_count", 0, "heads of 0 dimensions"),
+        ("block_count", 4_000_000_000, "must be 1 to 4096"),
     ],
 )
 def test_bad_metadata_is_named(tmp_path, key, value, message):

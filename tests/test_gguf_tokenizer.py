@@ -248,6 +248,34 @@ def test_sentencepiece_unigram_tokens(tmp_path):
 # What cannot be
 
 
+@pytest.fixture(scope="module")
+def whole_files(tmp_path_factory):
+    """The bytes of files with everything in them: one of each tokenizer kind."""
+    folder = tmp_path_factory.mktemp("whole")
+    model = gguf_of(byte_level(("gpt2",), 300), folder / "a.gguf", pre="gpt-2", add_bos_token=True)
+    sp = sentencepiece_model("bpe", byte_fallback=True)
+    other = opened(folder / "b.gguf", model="llama", **pieces_of(sp))
+    return [checkpoint.path.read_bytes() for checkpoint in (model, other)]
+
+
+@given(data=st.data())
+@settings(max_examples=150, deadline=None)
+def test_flipped_bytes_of_a_tokenizer_are_an_error_or_harmless(whole_files, tmp_path_factory, data):
+    whole = bytearray(data.draw(st.sampled_from(whole_files)))
+    for _ in range(data.draw(st.integers(1, 6))):
+        whole[data.draw(st.integers(0, len(whole) - 5000))] = data.draw(st.integers(0, 255))
+    path = tmp_path_factory.getbasetemp() / "flipped-tokenizer.gguf"
+    path.write_bytes(whole)
+    try:
+        checkpoint = GgufCheckpoint(path)
+        tokenizer = tokenizer_of(checkpoint)
+        if tokenizer.has_text:
+            tokenizer.decode(tokenizer.encode("the tide 12 🌊"))
+        ChatTemplate(checkpoint.chat_template(), checkpoint.special_tokens())
+    except CheckpointError:
+        pass
+
+
 def test_no_tokenizer_at_all(tmp_path):
     checkpoint = GgufCheckpoint(write_gguf(tmp_path / "n.gguf", "llama", llama_metadata(), embedding()))
     assert checkpoint.tokenizer_json() is None and checkpoint.chat_template() is None

@@ -22,6 +22,7 @@ from tidegate.errors import CheckpointError, UnknownArchitecture
 
 Config = dict[str, Any]
 _SIGMOID = 2  # expert_gating_func
+_MOST_LAYERS = 4096
 # Files made before group counts were written: published models by (experts, sigmoid router) -> (n_group, topk_group)
 _UNWRITTEN_GROUPS = {(256, True): (8, 4), (160, False): (8, 3)}
 _STOP_KEYS = ("eos_token_id", "eot_token_id", "eom_token_id")
@@ -89,6 +90,8 @@ class _Translator:
     def _num_layers(self) -> int:
         """``block_count`` without the trailing multi-token-prediction layers, which are no part of the decoder."""
         count = self.integer("block_count")
+        if not 1 <= count <= _MOST_LAYERS:
+            raise CheckpointError(f"{self.path}: {self.arch}.block_count must be 1 to {_MOST_LAYERS}, got {count}")
         while count > 1 and any(name.startswith(f"blk.{count - 1}.nextn.") for name in self.tensors):
             count -= 1
         return count
