@@ -82,7 +82,7 @@ class KvLayout:
 class Linear:
     """A packed weight [n, k] in the arena (uint8, 64-byte aligned) with an optional float32 bias [n].
 
-    Backends may attach what they need by ``Backend.prepare``; identity of the object is the key.
+    Backends keep what they make of it under the object's identity, so make it once and keep it.
     """
 
     name: str
@@ -149,7 +149,8 @@ class Router:
 
 @dataclass(frozen=True)
 class Routing(Generic[A]):
-    """``topk_expert_ids_TK`` int32 (descending weight, as chosen by the router) and ``topk_weights_TK`` float32, plain numpy."""
+    """``topk_expert_ids_TK`` int32 and ``topk_weights_TK`` float32, plain numpy. Best first, by the score that chose (the
+    correction bias included), so weights need not descend."""
 
     topk_expert_ids_TK: I32Array
     topk_weights_TK: F32Array
