@@ -19,6 +19,7 @@
 #include "file_set.h"
 #include "host_memory.h"
 #include "loader.h"
+#include "read_probe.h"
 #include "slots.h"
 
 using tidegate::Compute;
@@ -77,7 +78,7 @@ void bind_compute(nb::module_& m) {
            "A view; valid as long as the matrix is.");
 }
 
-// ---- host_memory.h, block_reader.h, faulty_reader.h, file_set.h -----------------------------------------------------
+// ---- host_memory.h, read_probe.h, block_reader.h, faulty_reader.h, file_set.h ---------------------------------------
 
 void bind_files(nb::module_& m) {
   using namespace tidegate;
@@ -93,6 +94,10 @@ void bind_files(nb::module_& m) {
     return populate(memory.data(), static_cast<std::int64_t>(memory.size()), threads);
   }, "memory"_a, "threads"_a, "Makes every page of an anonymous mapping present; 0 or an errno.");
   m.def("trim_heap", &trim_heap, "Gives back what the C library keeps of freed memory.");
+  m.def("fastest_read_s", [](const Bytes& memory, int threads, int rounds) {
+    nb::gil_scoped_release release;
+    return fastest_read_s(memory.data(), memory.size(), threads, rounds);
+  }, "memory"_a, "threads"_a, "rounds"_a, "Seconds of the fastest pass over all bytes.");
   m.def("crc32", [](const Bytes& bytes) { return crc32(0, bytes.data(), bytes.size()); }, "bytes"_a);
 
   nb::class_<BlockReader>(m, "BlockReader", "How blocks are read from files.");

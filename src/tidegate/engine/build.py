@@ -49,7 +49,8 @@ _HINTS = {
 
 @dataclass
 class Runtime:
-    """Everything a loaded model consists of. ``experts``, ``cache`` and ``loader`` are None without MoE layers."""
+    """Everything a loaded model consists of. ``experts``, ``cache`` and ``loader`` are None without MoE layers.
+    ``largest_memory`` is the largest part of the arena: the expert slots, or the dense weights."""
 
     config: ModelConfig
     sizes: Sizes
@@ -57,6 +58,9 @@ class Runtime:
     plan: Plan
     ledger: Ledger
     engine: Engine
+    decoder: Decoder[Any]
+    threads: int
+    largest_memory: ByteArray
     codec: TextCodec
     eos_token_ids: frozenset[int]
     experts: Experts | None
@@ -95,17 +99,19 @@ def build(store: ExpertStore, options: EngineOptions, reader: _core.BlockReader 
     with ExitStack() as resources:
         arena = Arena(ledger, plan.arena_bytes, threads)
         resources.callback(arena.close)
-        tensors = _read_dense(store, arena, ledger, options)
+        dense = _read_dense(store, arena, ledger, options)
+        slots = _carve(arena, ledger, "expert slots", plan.slots_bytes) if plan.slots else dense[:0]
         kv_pages = _carve(arena, ledger, "KV cache", sizes.num_pages * sizes.kv.page_bytes)
         workspace = _carve(arena, ledger, "workspace", plan.needs.workspace_bytes)
         backend = _backend(options, threads, workspace)
         backend.bind_kv(sizes.kv, kv_pages)
         cache = loader = experts = None
         if plan.slots:
-            loader = _loader(store, plan, _carve(arena, ledger, "expert slots", plan.slots_bytes), options, reader)
+            loader = _loader(store, plan, slots, options, reader)
             resources.callback(loader.close)
             cache = ExpertCache(plan.slots, plan.needs.num_experts, policy_factory(options.policy), loader)
             experts = Experts(cache, loader, store.layouts)
+        tensors = DenseTensors(store, dense)
         decoder = Decoder(config, model_weights(config, tensors, sizes.context_tokens), backend, experts)
         scheduler = Scheduler(
             KvCache(sizes.num_pages, sizes.kv.page_tokens),
@@ -117,7 +123,10 @@ def build(store: ExpertStore, options: EngineOptions, reader: _core.BlockReader 
         eos = frozenset(config.eos_token_ids)
         ledger.settle()
         kept = resources.pop_all()
-    return Runtime(config, sizes, budget, plan, ledger, engine, codec, eos, experts, cache, loader, kept)
+    memory = slots if plan.slots else dense
+    return Runtime(
+        config, sizes, budget, plan, ledger, engine, decoder, threads, memory, codec, eos, experts, cache, loader, kept
+    )
 
 
 def _plan(store: ExpertStore, options: EngineOptions, threads: int) -> tuple[Plan, Budget]:
@@ -154,7 +163,7 @@ class DenseTensors:
         return self._section[entry.offset : entry.offset + entry.nbytes].view(np.float32).reshape(entry.shape)
 
 
-def _read_dense(store: ExpertStore, arena: Arena, ledger: Ledger, options: EngineOptions) -> DenseTensors:
+def _read_dense(store: ExpertStore, arena: Arena, ledger: Ledger, options: EngineOptions) -> ByteArray:
     section = _carve(arena, ledger, "dense weights", store.dense_bytes)
     read_into(store.dense_path, 0, section, page_cache=options.page_cache)
     if options.verify:
@@ -163,7 +172,7 @@ def _read_dense(store: ExpertStore, arena: Arena, ledger: Ledger, options: Engin
             if got != entry.crc32:
                 what = f"checksum of {entry.name}"
                 raise CorruptFile(store.dense_path, entry.offset, what, f"{entry.crc32:08x}", f"{got:08x}")
-    return DenseTensors(store, section)
+    return section
 
 
 def _loader(

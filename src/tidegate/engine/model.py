@@ -78,6 +78,11 @@ class Model:
         return self._open
 
     @property
+    def runtime(self) -> Runtime:
+        """The parts, for those who measure them."""
+        return self._runtime
+
+    @property
     def plan(self) -> Plan:
         """The split of the budget."""
         return self._runtime.plan
