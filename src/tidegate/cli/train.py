@@ -58,8 +58,8 @@ def command(
             raise UsageError("--export goes with no training option: it writes the newest checkpoint as it is")
         export_latest(run, tokens, export)
         return 0
-    if resume and (router or seed is not None):
-        raise UsageError("--resume: router options and the seed are the run's own and cannot change")
+    if resume and (seed is not None or set(router) - {"balance_alpha", "z_loss"}):
+        raise UsageError("--resume: the seed and all router options but the two losses are the run's own; leave them out")
     train(run, tokens, resume, plain, router, time_limit)
     return 0
 
@@ -85,7 +85,7 @@ def train(
     from tidegate.train.trainer import Trainer  # noqa: PLC0415
 
     if resume:
-        trainer = Trainer.resume(run, tokens, plain)
+        trainer = Trainer.resume(run, tokens, plain, router)
     elif list(run.glob("checkpoint-*.pt")):
         raise UsageError(f"{run}: holds a run already; --resume goes on with it")
     else:

@@ -45,10 +45,13 @@ class Trainer:
         self.step, self.sequence = 0, 0
 
     @staticmethod
-    def resume(directory: Path, tokens: Path, changes: dict[str, Any]) -> Trainer:
+    def resume(
+        directory: Path, tokens: Path, changes: dict[str, Any], router_changes: dict[str, Any] | None = None
+    ) -> Trainer:
         """The run as its newest checkpoint left it, with some options changed (a longer or shorter end, say)."""
         state = checkpoint.load(checkpoint.latest(directory))
-        options = replace(TrainOptions.from_json(json.loads(state["options"])), **changes)
+        options = TrainOptions.from_json(json.loads(state["options"]))
+        options = replace(options, router=replace(options.router, **(router_changes or {})), **changes)
         trainer = Trainer(directory, tokens, options, json.loads(state["shares"]))
         trainer._restore(state)
         return trainer
