@@ -7,7 +7,7 @@ import pytest
 from engines import fixed_process, load_model, smallest_budget
 from stores import qwen_config, write_store
 from tidegate.engine.model import Model
-from tidegate.errors import BudgetTooSmall
+from tidegate.errors import BudgetTooSmall, OverBudget
 from tidegate.experts.cache import ExpertCache
 
 __all__ = ["fixed_process"]
@@ -79,6 +79,35 @@ def test_four_sequences_grow_to_full_context(store: Path) -> None:
         runtime.engine.scheduler.kv.check_integrity()
         assert runtime.engine.scheduler.kv.num_free == runtime.sizes.num_pages == 4 * 6
         runtime.ledger.check()
+
+
+def test_logits_beyond_what_is_free_are_refused(store: Path) -> None:
+    with _load_at_smallest(store, context=2000) as model, pytest.raises(OverBudget, match="logits asked for"):
+        model.logits([1] * 1999)
+    with load_model(store, context=2000) as model:
+        assert model.logits([1] * 1999).shape == (1999, 258)
+        assert model._runtime.ledger.accounts()["logits"] == 0
+
+
+def test_the_refusal_names_what_would_fit(tmp_path: Path) -> None:
+    config = qwen_config(hidden_size=128, num_experts=8, moe_intermediate_size=128)
+    store = write_store(tmp_path / "store", config, experts="bf16", dense="bf16")
+    options = {"context": 2048, "kv": "f32", "sequences": 4}
+    smallest = smallest_budget(store, **options)
+    with pytest.raises(BudgetTooSmall) as caught:
+        load_model(store, memory=smallest - 1, **options)
+    flags = (
+        "--context 1024",
+        "--prefill-chunk 128",
+        "--sequences 1",
+        "--kv f16",
+        "--experts int4 (when",
+        "--dense int4 (when",
+    )
+    assert "it fits with" in str(caught.value) and all(flag in str(caught.value) for flag in flags)
+    with pytest.raises(BudgetTooSmall) as caught:
+        load_model(store, memory=1 << 20, **options)
+    assert "needs less" in str(caught.value) and "--context 256" in str(caught.value)
 
 
 def test_one_byte_under_the_smallest_budget_is_refused_before_any_weight_is_read(

@@ -1,6 +1,7 @@
 """The engine's loop around a stand-in decoder that keeps real pages: a wrong page, row or position changes its answer."""
 
 import zlib
+from collections.abc import Callable
 
 import numpy as np
 import pytest
@@ -46,18 +47,10 @@ def _logits(history: list[int]) -> np.ndarray:
     return np.random.default_rng(seed).normal(0, 2, VOCAB).astype(np.float32)
 
 
-class Ledger:
-    def __init__(self) -> None:
-        self.checks = 0
-
-    def check(self) -> None:
-        self.checks += 1
-
-
-def _engine(pages: int = 40, running: int = 3, chunk: int = 8, check_every: int = 4) -> Engine:
+def _engine(pages: int = 40, running: int = 3, chunk: int = 8, recount: Callable[[], object] = int) -> Engine:
     kv = KvCache(pages, PAGE)
     scheduler = Scheduler(kv, max_running=running, prefill_chunk=chunk, max_logit_rows=4)
-    return Engine(PagedDecoder(pages), scheduler, Ledger(), check_every)
+    return Engine(PagedDecoder(pages), scheduler, recount, recount_every=4)
 
 
 def _drain(engine: Engine) -> None:
@@ -89,11 +82,11 @@ def test_answers_do_not_depend_on_chunks_or_batch_mates(asked, running, chunk) -
 
 def test_scored_rows_are_the_teacher_forced_logits() -> None:
     engine, tokens = _engine(), list(range(11))
-    scored = Sequence(0, tokens, 0, SamplingOptions(), keep_logits=True)
+    rows = np.zeros((len(tokens), VOCAB), np.float32)
+    scored = Sequence(0, tokens, 0, SamplingOptions(), kept_logits=rows)
     engine.scheduler.add(scored)
     engine.scheduler.add(Sequence(1, [3, 4], 5, SamplingOptions()))
     _drain(engine)
-    rows = np.concatenate(scored.kept_logits)
     assert scored.finish_reason == "scored"
     assert np.array_equal(rows, np.array([_logits(tokens[: i + 1]) for i in range(11)]))
 
@@ -112,11 +105,12 @@ def test_a_failed_read_ends_its_sequences_and_nobody_else() -> None:
 
 
 def test_the_ledger_is_recounted_every_few_steps() -> None:
-    engine = _engine(check_every=4)
+    calls: list[int] = []
+    engine = _engine(recount=lambda: calls.append(engine.times.steps))
     engine.scheduler.add(Sequence(0, [1], 9, SamplingOptions()))
     _drain(engine)
-    assert engine.ledger.checks == 2
-    engine.ledger.check = _over
+    assert calls == [4, 8]
+    engine = _engine(recount=_over)
     engine.scheduler.add(Sequence(1, [1], 9, SamplingOptions()))
     with pytest.raises(OverBudget):
         _drain(engine)

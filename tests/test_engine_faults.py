@@ -211,7 +211,7 @@ def test_every_slot_is_right_at_the_moment_of_compute_in_10_000_steps(tmp_path: 
     weights = model_weights(config, DenseTensors(store, dense), steps + 1)
     decoder = Decoder(config, weights, backend, Experts(cache, loader, store.layouts))
     scheduler = Scheduler(KvCache(700, 16), max_running=1, prefill_chunk=8, max_logit_rows=1)
-    engine = Engine(decoder, scheduler, _NoLedger())
+    engine = Engine(decoder, scheduler, recount=cache.check_integrity)
     sequence = Sequence(0, [1], steps, SamplingOptions(ignore_eos=True))
     scheduler.add(sequence)
     guess = random.Random(5)
@@ -224,7 +224,3 @@ def test_every_slot_is_right_at_the_moment_of_compute_in_10_000_steps(tmp_path: 
     assert sequence.finish_reason == "length" and sequence.error is None
     assert backend.checked == steps * layers * top_k
     assert cache.counters.misses > steps * layers and cache.counters.prefetch_issued > 1000
-
-
-class _NoLedger:
-    def check(self) -> None: ...

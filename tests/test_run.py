@@ -99,7 +99,7 @@ def test_a_budget_too_small_is_one_line_that_names_the_smallest(store: Path) -> 
     assert done.returncode == 2 and done.stdout == ""
     assert re.fullmatch(
         r"tidegate: error: --memory 10,485,760 B is too small by [\d,]+ B; the smallest budget that works is [\d,]+ B "
-        r"\(needs less: .*--context 1024.*\)\n",
+        r"\(needs less: .*--context 256.*\)\n",
         done.stderr,
     )
 

@@ -1,5 +1,6 @@
 """Logits are the same to the bit for every budget, policy, thread count, prefill chunk and batch, with late reads."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -47,6 +48,9 @@ draws = st.fixed_dictionaries(
         "mates": st.lists(st.tuples(st.integers(1, 60), st.integers(1, 20), st.booleans()), max_size=4),
         "place": st.integers(0, 4),
         "delay_us": st.sampled_from([0, 100, 800]),
+        "short_at": st.integers(-1, 30),
+        "refuse_direct": st.booleans(),
+        "page_cache": st.booleans(),
         "seed": st.integers(0, 1 << 30),
         "scored": st.booleans(),
     }
@@ -57,24 +61,26 @@ draws = st.fixed_dictionaries(
 @given(draw=draws)
 def test_nothing_but_the_tokens_decides_the_logits(family, draw) -> None:
     store, wanted = family
-    options = {name: draw[name] for name in ("policy", "threads", "io_threads", "prefill_chunk")}
+    options = {name: draw[name] for name in ("policy", "threads", "io_threads", "prefill_chunk", "page_cache")}
     options["sequences"] = len(draw["mates"]) + 1
     with load_model(store, **options) as model:
         needs = model.plan.needs
     most = needs.largest_useful_bytes
     budget = needs.smallest_bytes + int(draw["slots_ratio"] * (most - needs.smallest_bytes))
-    reader = _core.FaultyReader(seed=draw["seed"], max_delay_us=draw["delay_us"])
+    reader = _core.FaultyReader(
+        seed=draw["seed"], max_delay_us=draw["delay_us"], short_at=draw["short_at"], refuse_direct=draw["refuse_direct"]
+    )
     random = np.random.default_rng(draw["seed"])
+    mates_drawn = [
+        (random.integers(0, 250, prompt).tolist(), answer, scored) for prompt, answer, scored in draw["mates"]
+    ]
+    mate_options = SamplingOptions(ignore_eos=True, temperature=1.0, seed=draw["seed"])
     with pytest.MonkeyPatch.context() as patch:
         rows = record_logits(patch)
         with load_model(store, reader, memory=budget, **options) as model:
             mates = [
-                model._sequence(
-                    random.integers(0, 250, prompt).tolist(),
-                    SamplingOptions(max_tokens=answer, ignore_eos=True, temperature=1.0, seed=draw["seed"]),
-                    keep_logits=scored,
-                )
-                for prompt, answer, scored in draw["mates"]
+                model._scored(ids) if scored else model._sequence(ids, replace(mate_options, max_tokens=answer))
+                for ids, answer, scored in mates_drawn
             ]
             main = model._sequence(PROMPT, SamplingOptions(max_tokens=ANSWER, ignore_eos=True))
             mates.insert(min(draw["place"], len(mates)), main)
@@ -82,5 +88,7 @@ def test_nothing_but_the_tokens_decides_the_logits(family, draw) -> None:
             assert np.array_equal(np.array(rows[main.id]), wanted["answer"])
             assert main.output_ids == wanted["ids"]
             if draw["scored"]:
-                assert np.array_equal(model.logits(PROMPT + main.output_ids[:-1]), wanted["scored"])
+                again = model._scored(PROMPT + main.output_ids[:-1])
+                model._finish([again])
+                assert np.array_equal(again.kept_logits, wanted["scored"])
             model._runtime.cache.check_integrity()

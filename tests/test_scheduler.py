@@ -17,8 +17,9 @@ def _scheduler(pages: int, running: int, chunk: int, rows: int = 8) -> tuple[KvC
     return kv, Scheduler(kv, max_running=running, prefill_chunk=chunk, max_logit_rows=rows)
 
 
-def _sequence(index: int, prompt: int, answer: int, **options: bool) -> Sequence:
-    return Sequence(index, list(range(prompt)), answer, SamplingOptions(), **options)
+def _sequence(index: int, prompt: int, answer: int, keep_logits: bool = False) -> Sequence:
+    rows = np.zeros((prompt, 1), np.float32) if keep_logits else None
+    return Sequence(index, list(range(prompt)), answer, SamplingOptions(), kept_logits=rows)
 
 
 def _step(scheduler: Scheduler) -> list[int]:

@@ -102,6 +102,11 @@ class Plan:
         return self.budget_bytes - self.planned_bytes
 
     @property
+    def least_headroom_bytes(self) -> int:
+        """The part of the headroom that is kept for the unforeseen; the rest is simply free."""
+        return HEADROOM_BYTES + (self.budget_bytes >> HEADROOM_SHIFT)
+
+    @property
     def resident_ratio(self) -> float:
         """Share of the routed experts that have a slot; 1 for a model without experts."""
         total = self.needs.num_layers * self.needs.num_experts

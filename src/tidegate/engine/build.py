@@ -39,6 +39,8 @@ from tidegate.models.weights import model_weights
 from tidegate.plan import Plan, make_plan
 from tidegate.quant.formats import Format
 
+# Whoever embeds the library may use memory as well, as long as the budget holds: the ledger learns of it.
+_OWN_GROWTH_RATIO = 1.0
 _HINTS = {
     "dense weights": "raise --memory or convert with --dense int4",
     "KV cache": "raise --memory, or lower --context or --sequences",
@@ -119,7 +121,7 @@ def build(store: ExpertStore, options: EngineOptions, reader: _core.BlockReader 
             prefill_chunk=sizes.prefill_chunk,
             max_logit_rows=scored_rows(config, sizes, plan.needs.workspace_bytes),
         )
-        engine = Engine(decoder, scheduler, ledger)
+        engine = Engine(decoder, scheduler, lambda: ledger.check(tolerance_ratio=_OWN_GROWTH_RATIO))
         eos = frozenset(config.eos_token_ids)
         ledger.settle()
         kept = resources.pop_all()
@@ -132,12 +134,16 @@ def build(store: ExpertStore, options: EngineOptions, reader: _core.BlockReader 
 def _plan(store: ExpertStore, options: EngineOptions, threads: int) -> tuple[Plan, Budget]:
     budget, process = budget_of_process(options.memory_bytes), process_memory()
     needs = needs_of(store, options, process, threads)
-    ways = ways_out(store, options, process, threads) if budget.limit_bytes < needs.smallest_bytes else ()
+    ways = (
+        ways_out(store, options, process, threads, budget.limit_bytes)
+        if budget.limit_bytes < needs.smallest_bytes
+        else ()
+    )
     return make_plan(budget.limit_bytes, needs, ways), budget
 
 
 def _ledger(plan: Plan) -> Ledger:
-    ledger = Ledger(plan.budget_bytes, plan.headroom_bytes)
+    ledger = Ledger(plan.budget_bytes, plan.least_headroom_bytes)
     ledger.runtime.reserve(plan.needs.runtime_bytes + plan.needs.growth_bytes)
     return ledger
 

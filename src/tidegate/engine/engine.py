@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -36,13 +37,6 @@ class StepRecorder(Protocol):
         """The step went well. A step that failed is not ended; the next ``begin_step`` forgets it."""
 
 
-class Book(Protocol):
-    """The ledger, as far as the engine knows it."""
-
-    def check(self) -> object:
-        """Recount; raises OverBudget when the process outgrew its budget."""
-
-
 @dataclass
 class StepTimes:
     """What steps have cost so far. A step with any prompt tokens in it counts as prefill. ``first_token_s`` is the latest
@@ -69,14 +63,17 @@ class StepTimes:
 class Engine:
     """Runs the scheduler's sequences through the decoder, one step a call. One thread drives it.
 
-    A read that fails ends the sequences of its step with the error; the others and later ones go on.
+    A read that fails ends the sequences of its step with the error; the others and later ones go on. Every few steps
+    ``recount`` is called, which raises OverBudget when the process has outgrown its budget.
     """
 
-    def __init__(self, decoder: ForwardModel, scheduler: Scheduler, ledger: Book, check_every: int = 64) -> None:
-        self.decoder, self.scheduler, self.ledger = decoder, scheduler, ledger
+    def __init__(
+        self, decoder: ForwardModel, scheduler: Scheduler, recount: Callable[[], object], recount_every: int = 64
+    ) -> None:
+        self.decoder, self.scheduler = decoder, scheduler
         self.times = StepTimes()
         self.trace: StepRecorder | None = None
-        self._check_every = check_every
+        self._recount, self._recount_every = recount, recount_every
 
     def step(self) -> list[Sequence]:
         """Advance everybody who runs; returns the sequences that got a token or ended. Empty when nothing is to do or
@@ -94,8 +91,8 @@ class Engine:
         for sequence in changed:
             if len(sequence.output_ids) == 1:
                 self.times.first_token_s = sequence.first_token_s or 0.0
-        if self.times.steps % self._check_every == 0:
-            self.ledger.check()
+        if self.times.steps % self._recount_every == 0:
+            self._recount()
         return changed
 
     def _forward(self, chunks: list[Chunk]) -> F32Array:
@@ -122,6 +119,6 @@ def _choose(logits_RV: F32Array, chunks: list[Chunk]) -> list[Sampled]:
         row += chunk.num_logit_rows
         if chunk.samples:
             sampled.append(sample(rows[0], chunk.sequence))
-        elif chunk.sequence.keep_logits:
-            chunk.sequence.kept_logits.append(rows.copy())
+        elif chunk.sequence.kept_logits is not None:
+            chunk.sequence.kept_logits[chunk.start : chunk.stop] = rows
     return sampled

@@ -112,7 +112,7 @@ class Model:
         SamplingOptions. Raises UsageError (bad option, prompt too long), ReadFailed or CorruptFile (an expert could not
         be read)."""
         sampling = parse_options(SamplingOptions, options)
-        if isinstance(prompts, str) or (prompts and isinstance(prompts[0], int)):
+        if isinstance(prompts, str) or (len(prompts) and isinstance(prompts[0], int | np.integer)):
             return self._complete([self._sequence(prompts, sampling)])[0]
         return self._complete([self._sequence(prompt, sampling) for prompt in prompts])
 
@@ -135,10 +135,18 @@ class Model:
         return self._runtime.codec.chat_prompt(messages)
 
     def logits(self, token_ids: Items[int]) -> F32Array:
-        """float32 [T, V]: row t predicts the token behind ``token_ids[t]``."""
-        sequence = self._sequence(list(token_ids), SamplingOptions(), keep_logits=True)
-        self._finish([sequence])
-        return np.concatenate(sequence.kept_logits)
+        """float32 [T, V]: row t predicts the token behind ``token_ids[t]``. Raises OverBudget when T * V numbers do not
+        fit what the plan left free."""
+        account = self._runtime.ledger.account("logits", "score fewer tokens at once or raise --memory")
+        nbytes = 4 * len(token_ids) * self._runtime.config.vocab_size
+        account.reserve(nbytes)
+        try:
+            sequence = self._scored(list(token_ids))
+            self._finish([sequence])
+        finally:
+            account.release(nbytes)
+        assert sequence.kept_logits is not None
+        return sequence.kept_logits
 
     @contextmanager
     def trace(self, path: Path, source: str = "") -> Iterator[TraceWriter]:
@@ -180,34 +188,39 @@ class Model:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
         self.close()
 
-    def _sequence(self, prompt: Prompt, sampling: SamplingOptions, *, keep_logits: bool = False) -> Sequence:
-        """Not queued yet. Raises UsageError for an empty prompt, a bad token id, or one too long for the context."""
+    def _sequence(self, prompt: Prompt, sampling: SamplingOptions) -> Sequence:
+        """A request, not queued yet. Raises UsageError for an empty prompt, a bad token id, or one too long."""
         runtime = self._runtime
-        ids = runtime.codec.encode(prompt) if isinstance(prompt, str) else list(prompt)
+        ids = self._checked(runtime.codec.encode(prompt) if isinstance(prompt, str) else list(prompt))
+        asked = sampling.max_tokens or max(1, self.context - len(ids))
+        if len(ids) + asked > self.context:
+            raise UsageError(
+                f"{len(ids)} tokens of prompt and up to {asked} of the answer are more than the context of "
+                f"{self.context}; raise --context"
+            )
+        text = runtime.codec.stream(sampling.stop)
+        return Sequence(self._new_id(), ids, asked, sampling, eos_token_ids=runtime.eos_token_ids, text=text)
+
+    def _scored(self, token_ids: list[int]) -> Sequence:
+        """A sequence that is only scored, not queued yet. Raises UsageError as ``_sequence``."""
+        ids = self._checked(token_ids)
+        if len(ids) > self.context:
+            raise UsageError(f"{len(ids)} tokens are more than the context of {self.context}; raise --context")
+        rows = np.empty((len(ids), self._runtime.config.vocab_size), np.float32)
+        return Sequence(self._new_id(), ids, 0, SamplingOptions(), kept_logits=rows)
+
+    def _checked(self, ids: list[int]) -> list[int]:
         if not ids:
             raise UsageError("the prompt is empty")
-        wrong = next((i for i in ids if not 0 <= i < runtime.config.vocab_size), None)
+        size = self._runtime.config.vocab_size
+        wrong = next((i for i in ids if not 0 <= i < size), None)
         if wrong is not None:
-            raise UsageError(f"token id {wrong}: the vocabulary has ids 0 to {runtime.config.vocab_size - 1}")
-        self._next_id += 1
-        return Sequence(
-            self._next_id,
-            ids,
-            self._max_tokens(len(ids), sampling, keep_logits),
-            sampling,
-            eos_token_ids=runtime.eos_token_ids,
-            text=None if keep_logits else runtime.codec.stream(sampling.stop),
-            keep_logits=keep_logits,
-        )
+            raise UsageError(f"token id {wrong}: the vocabulary has ids 0 to {size - 1}")
+        return ids
 
-    def _max_tokens(self, num_prompt: int, sampling: SamplingOptions, keep_logits: bool) -> int:
-        asked = 0 if keep_logits else sampling.max_tokens or max(1, self.context - num_prompt)
-        if num_prompt + asked > self.context:
-            answer = "" if keep_logits else f" and up to {asked} of the answer"
-            raise UsageError(
-                f"{num_prompt} tokens of prompt{answer} are more than the context of {self.context}; raise --context"
-            )
-        return asked
+    def _new_id(self) -> int:
+        self._next_id += 1
+        return self._next_id
 
     def _complete(self, sequences: list[Sequence]) -> list[Completion]:
         self._finish(sequences)

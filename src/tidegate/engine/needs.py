@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 
 from tidegate.backends.base import KvLayout
 from tidegate.backends.cpu_workspace import StepShape, workspace_bytes
+from tidegate.checkpoint.manifest import lay_out
 from tidegate.checkpoint.store import ExpertStore
 from tidegate.config import EngineOptions
 from tidegate.errors import UsageError
@@ -16,14 +17,15 @@ from tidegate.memory.arena import PAGE_BYTES
 from tidegate.memory.probe import ProcessMemory
 from tidegate.model_config import ModelConfig
 from tidegate.plan import Needs, WayOut
+from tidegate.quant.formats import Format
 from tidegate.units import align_up
 
 DEFAULT_CONTEXT_TOKENS = 4096
-SMALL_CONTEXT_TOKENS, SMALL_CHUNK_TOKENS = 1024, 32
+SMALLEST_CONTEXT_TOKENS, SMALLEST_CHUNK_TOKENS = 256, 16  # that a message proposes
 # Measured: what Python and the libraries still take after the measurement, and what one thread takes.
 GROWTH_BYTES, THREAD_BYTES = 7 << 18, 64 << 10
-# What the sampler holds of one row of logits at its peak, and Python objects of one layer.
-SAMPLER_BYTES_PER_LOGIT, OBJECT_BYTES_PER_LAYER = 16, 16 << 10
+# What the sampler holds of one row of logits at its peak; Python objects of one layer, and of one token of a sequence.
+SAMPLER_BYTES_PER_LOGIT, OBJECT_BYTES_PER_LAYER, OBJECT_BYTES_PER_TOKEN = 16, 16 << 10, 48
 
 
 @dataclass(frozen=True)
@@ -58,6 +60,7 @@ def needs_of(store: ExpertStore, options: EngineOptions, process: ProcessMemory,
     sizes = sizes_of(config, options)
     new_threads = threads - 1 + (options.io_threads if store.layouts else 0)
     growth = GROWTH_BYTES + new_threads * THREAD_BYTES + config.num_layers * OBJECT_BYTES_PER_LAYER
+    growth += sizes.sequences * sizes.context_tokens * OBJECT_BYTES_PER_TOKEN
     return Needs(
         runtime_bytes=process.rss_bytes,
         growth_bytes=growth + SAMPLER_BYTES_PER_LOGIT * config.vocab_size,
@@ -73,21 +76,50 @@ def needs_of(store: ExpertStore, options: EngineOptions, process: ProcessMemory,
     )
 
 
-def ways_out(store: ExpertStore, options: EngineOptions, process: ProcessMemory, threads: int) -> list[WayOut]:
-    """Flags that would lower the smallest budget, each tried alone."""
-    tries = {
-        f"--context {SMALL_CONTEXT_TOKENS}": replace(
-            options, context=min(SMALL_CONTEXT_TOKENS, store.config.max_positions)
-        ),
-        "--sequences 1": replace(options, sequences=1),
-        f"--prefill-chunk {SMALL_CHUNK_TOKENS}": replace(options, prefill_chunk=SMALL_CHUNK_TOKENS),
-        "--kv f16": replace(options, kv="f16"),
-    }
-    return [
-        WayOut(flag, needs_of(store, tried, process, threads).smallest_bytes)
-        for flag, tried in tries.items()
-        if tried != options
+def ways_out(
+    store: ExpertStore, options: EngineOptions, process: ProcessMemory, threads: int, budget_bytes: int
+) -> list[WayOut]:
+    """Flags that would lower the smallest budget, each alone: as little of it as makes the model fit."""
+    sizes = sizes_of(store.config, options)
+    contexts = _halvings(sizes.context_tokens, SMALLEST_CONTEXT_TOKENS)
+    chunks = _halvings(sizes.prefill_chunk, SMALLEST_CHUNK_TOKENS)
+    families = [
+        [(f"--context {n}", replace(options, context=n)) for n in contexts],
+        [(f"--prefill-chunk {n}", replace(options, prefill_chunk=n)) for n in chunks],
+        [("--sequences 1", replace(options, sequences=1))],
+        [("--kv f16", replace(options, kv="f16"))],
     ]
+    ways = []
+    for family in families:
+        tried = [WayOut(flag, needs_of(store, changed, process, threads).smallest_bytes) for flag, changed in family]
+        ways += [next((way for way in tried if way.smallest_bytes <= budget_bytes), tried[-1])] if tried else []
+    return ways + _conversions(store, needs_of(store, options, process, threads))
+
+
+def _halvings(start: int, floor: int) -> list[int]:
+    """start/2, start/4, ... down to ``floor``."""
+    out = []
+    while start // 2 >= floor:
+        start //= 2
+        out.append(start)
+    return out
+
+
+def _conversions(store: ExpertStore, needs: Needs) -> list[WayOut]:
+    """What fewer bits would do, without looking at the source."""
+    layers = store.manifest.layers
+    dense = {entry.name: entry.fmt for entry in store.dense.values() if entry.fmt is not None}
+    own = [(layer.layout.fmt, layer.layout.down_fmt) for layer in layers]
+    int4 = Format("int4", 32)
+    ways = []
+    if layers:
+        _, small = lay_out(store.config, dense, [(int4, int4)] * len(layers))
+        slot_bytes = max(layer.layout.blob_bytes for layer in small)
+        ways.append(("--experts int4", replace(needs, slot_bytes=slot_bytes)))
+    entries, _ = lay_out(store.config, dict.fromkeys(dense, int4), own)
+    dense_bytes = align_up(entries[-1].offset + entries[-1].nbytes, PAGE_BYTES)
+    ways.append(("--dense int4", replace(needs, dense_bytes=dense_bytes)))
+    return [WayOut(f"{flag} (when converting)", changed.smallest_bytes) for flag, changed in ways]
 
 
 def _workspace_bytes(store: ExpertStore, sizes: Sizes, threads: int) -> int:

@@ -30,8 +30,8 @@ class Sequence:
     """``tokens`` are the prompt and the answer so far; positions below ``num_computed`` have their K and V cached.
 
     ``max_tokens`` bounds the answer and must be known, because pages for all of it are taken at admission. A sequence
-    with ``keep_logits`` answers nothing: it is scored, and ends when its whole prompt is computed; ``kept_logits`` are
-    its rows then. ``first_token_s`` is the time from arrival to the first token of the answer.
+    with ``kept_logits`` (float32 [prompt, V], to be filled) answers nothing: it is scored, and ends when its whole prompt
+    is computed. ``first_token_s`` is the time from arrival to the first token of the answer.
     """
 
     def __init__(
@@ -43,19 +43,18 @@ class Sequence:
         *,
         eos_token_ids: frozenset[int] = frozenset(),
         text: TextStream | None = None,
-        keep_logits: bool = False,
+        kept_logits: NDArray[np.float32] | None = None,
     ) -> None:
-        assert prompt_ids and (max_tokens > 0 or keep_logits)
-        self.id, self.sampling, self.max_tokens = sequence_id, sampling, 0 if keep_logits else max_tokens
+        assert prompt_ids and (max_tokens > 0 or kept_logits is not None)
+        self.id, self.sampling, self.max_tokens = sequence_id, sampling, max_tokens if kept_logits is None else 0
         self.tokens, self.num_prompt = list(prompt_ids), len(prompt_ids)
-        self.eos_token_ids, self.text, self.keep_logits = eos_token_ids, text, keep_logits
+        self.eos_token_ids, self.text, self.kept_logits = eos_token_ids, text, kept_logits
         self.num_computed = 0
         self.pages: list[int] = []
         self.output_counts: Counter[int] = Counter()
         self.logprobs: list[Sampled] = []
         self.finish_reason: FinishReason | None = None
         self.error: TidegateError | None = None
-        self.kept_logits: list[NDArray[np.float32]] = []
         self.arrived_s = time.perf_counter()
         self.first_token_s: float | None = None
 
@@ -63,6 +62,11 @@ class Sequence:
     def most_tokens(self) -> int:
         """Tokens this sequence can grow to."""
         return self.num_prompt + self.max_tokens
+
+    @property
+    def keep_logits(self) -> bool:
+        """Whether this sequence is scored instead of answered."""
+        return self.kept_logits is not None
 
     @property
     def output_ids(self) -> list[int]:
