@@ -1,0 +1,90 @@
+"""``tidegate eval``: perplexity and bits per byte of a model on texts, and its agreement with a reference model."""
+
+from __future__ import annotations
+
+import json
+import math
+from contextlib import closing
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from tidegate.cli.options import flags
+from tidegate.config import EngineOptions
+from tidegate.engine import evaluate
+from tidegate.engine.model import load
+from tidegate.errors import UsageError
+from tidegate.units import align_up
+
+
+@flags({"Model and memory": EngineOptions}, without=("sequences", "context"))
+def command(
+    model: Annotated[str, typer.Argument(help="An expert store, a Hugging Face folder or a GGUF file.")],
+    texts: Annotated[list[Path], typer.Argument(help="Text files, one domain each.")],
+    reference: Annotated[
+        str | None, typer.Option(help="Also compare with this model: KL divergence, top-1 and routing agreement.")
+    ] = None,
+    window: Annotated[int, typer.Option(min=1, help="Most tokens that a prediction sees.")] = 256,
+    max_tokens: Annotated[int, typer.Option(min=1, help="Most tokens of a text.")] = 16384,
+    compare_tokens: Annotated[int, typer.Option(min=1, help="Most tokens of a text in the comparison.")] = 1024,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object instead of a table.")] = False,
+    **options: Any,
+) -> int:
+    """Every token of a text but the first is predicted once. The models are loaded one after the other."""
+    contents = {str(path): _read(path) for path in texts}
+    if len(contents) < len(texts):
+        raise UsageError("a text is given twice")
+    options["context"] = align_up(window + 1, 16)
+    windows: list[evaluate.Window] = []
+    with load(model, **options) as loaded:
+        scores = []
+        for name, text in contents.items():
+            scores.append(evaluate.score(loaded, name, evaluate.shorten(loaded, text, max_tokens), window))
+            if reference is not None:
+                windows += evaluate.cut(loaded, name, evaluate.shorten(loaded, text, min(compare_tokens, max_tokens)), window)
+        ours = evaluate.Recording(loaded, windows)
+    agreement = None
+    if reference is not None:
+        with load(reference, **options) as loaded, closing(evaluate.Recording(loaded, windows)) as theirs:
+            agreement = evaluate.compare(ours, theirs)
+    ours.close()
+    report = _report(scores, agreement)
+    print(json.dumps(report)) if as_json else _print_table(report)
+    return 0
+
+
+def _read(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise UsageError(f"{path}: is not UTF-8 text: byte {error.start:,} is wrong") from None
+
+
+def _report(scores: list[evaluate.TextScore], agreement: evaluate.Agreement | None) -> dict[str, Any]:
+    nll, num_bytes = sum(score.nll for score in scores), sum(score.num_bytes for score in scores)
+    return {
+        "texts": [score.to_json() for score in scores],
+        "bits_per_byte": round(nll / math.log(2) / num_bytes, 5),
+        **(agreement.to_json() if agreement else {}),
+    }
+
+
+def _print_table(report: dict[str, Any]) -> None:
+    table = Table("text", "tokens", "bytes", "perplexity", "bits per byte")
+    for row in report["texts"]:
+        table.add_row(
+            Path(row["text"]).name, f"{row['tokens']:,}", f"{row['bytes']:,}", f"{row['perplexity']:.2f}",
+            f"{row['bits_per_byte']:.3f}",
+        )  # fmt: skip
+    console = Console()
+    console.print(table)
+    console.print(f"all texts: {report['bits_per_byte']:.3f} bits per byte")
+    if "kl_nats" in report:
+        routing = report["routing_agreement_ratio"]
+        console.print(
+            f"reference, over {report['compared_tokens']:,} tokens: KL {report['kl_nats']:.5f} nats, same top token "
+            f"{report['top1_agreement_ratio']:.2%}, same experts {'-' if routing is None else f'{routing:.2%}'}"
+        )

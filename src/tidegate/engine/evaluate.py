@@ -1,0 +1,174 @@
+"""How well a model predicts texts, and how close it is to a reference model on the same tokens.
+
+A text is cut into windows that overlap by one token, so every token but the text's first is predicted once, from at most
+``window`` tokens before it.
+
+T tokens of a window, V vocabulary, L layers with experts, K experts per token.
+"""
+
+from __future__ import annotations
+
+import math
+import tempfile
+from collections.abc import Iterator
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from tidegate.engine.model import Model
+from tidegate.errors import UsageError
+from tidegate.experts.trace import TraceReader
+
+F32Array = NDArray[np.float32]
+
+
+@dataclass(frozen=True)
+class Window:
+    """``inputs`` and the token after each of them, both int [T]."""
+
+    inputs: list[int]
+    targets: list[int]
+
+
+@dataclass(frozen=True)
+class TextScore:
+    """Sums over a text's predicted tokens; ``num_bytes`` is its length in UTF-8."""
+
+    name: str
+    num_tokens: int
+    num_bytes: int
+    nll: float
+
+    @property
+    def perplexity(self) -> float:
+        return math.exp(self.nll / self.num_tokens)
+
+    @property
+    def bits_per_byte(self) -> float:
+        return self.nll / math.log(2) / self.num_bytes
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "text": self.name,
+            "tokens": self.num_tokens,
+            "bytes": self.num_bytes,
+            "perplexity": round(self.perplexity, 4),
+            "bits_per_byte": round(self.bits_per_byte, 5),
+        }
+
+
+@dataclass(frozen=True)
+class Agreement:
+    """With the reference, over ``num_tokens``: mean KL divergence of its distribution from the model's in nats, share of
+    positions with the same most probable token, and share of expert choices in common (None where the two models'
+    experts cannot be compared)."""
+
+    num_tokens: int
+    kl_nats: float
+    top1_ratio: float
+    routing_ratio: float | None
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "compared_tokens": self.num_tokens,
+            "kl_nats": round(self.kl_nats, 6),
+            "top1_agreement_ratio": round(self.top1_ratio, 5),
+            "routing_agreement_ratio": None if self.routing_ratio is None else round(self.routing_ratio, 5),
+        }
+
+
+def shorten(model: Model, text: str, max_tokens: int) -> str:
+    """The longest prefix of the text that has at most ``max_tokens`` tokens."""
+    low, high = 0, len(text)
+    middle = high
+    while low < high:
+        if len(model.encode(text[:middle])) <= max_tokens:
+            low = middle
+        else:
+            high = middle - 1
+        middle = (low + high + 1) // 2
+    return text[:low]
+
+
+def cut(model: Model, name: str, text: str, window: int) -> list[Window]:
+    """Windows over all tokens of a text. Raises UsageError for a text of fewer than two tokens."""
+    ids = model.encode(text)
+    if len(ids) < 2:
+        raise UsageError(f"{name}: has {len(ids)} tokens; at least 2 are needed to predict one")
+    starts = range(0, len(ids) - 1, window)
+    return [Window(ids[at : at + window][: len(ids) - 1 - at], ids[at + 1 : at + 1 + window]) for at in starts]
+
+
+def log_probabilities(model: Model, window: Window) -> F32Array:
+    """float32 [T, V], natural logarithm."""
+    logits_TV = model.logits(window.inputs)
+    logits_TV = logits_TV - logits_TV.max(axis=-1, keepdims=True)
+    result: F32Array = logits_TV - np.log(np.exp(logits_TV).sum(axis=-1, keepdims=True))
+    return result
+
+
+def score(model: Model, name: str, text: str, window: int) -> TextScore:
+    """Predict a text. Raises UsageError as :func:`cut` does."""
+    nll, count = 0.0, 0
+    for part in cut(model, name, text, window):
+        log_probs_TV = log_probabilities(model, part)
+        nll -= float(log_probs_TV[np.arange(len(part.targets)), part.targets].sum(dtype=np.float64))
+        count += len(part.targets)
+    return TextScore(name, count, len(text.encode()), nll)
+
+
+class Recording:
+    """A model's distributions and routing on some windows, in a temporary folder; close it to delete them."""
+
+    def __init__(self, model: Model, windows: list[Window]) -> None:
+        self._stack = ExitStack()
+        folder = Path(self._stack.enter_context(tempfile.TemporaryDirectory(prefix="tidegate-eval-")))
+        self._paths: list[Path] = []
+        self._trace = folder / "trace" if model.runtime.experts is not None else None
+        with model.trace(self._trace) if self._trace else ExitStack():
+            for number, window in enumerate(windows):
+                path = folder / f"{number}.npy"
+                np.save(path, log_probabilities(model, window))
+                self._paths.append(path)
+
+    def close(self) -> None:
+        self._stack.close()
+
+    def distributions(self) -> Iterator[F32Array]:
+        for path in self._paths:
+            yield np.load(path)
+
+    def experts(self) -> NDArray[Any] | None:
+        """Sorted expert ids [tokens, L, K]."""
+        if self._trace is None:
+            return None
+        reader = TraceReader(self._trace)
+        try:
+            return np.sort(np.concatenate([chunk.experts for chunk in reader]), axis=-1)
+        finally:
+            reader.close()
+
+
+def compare(model: Recording, reference: Recording) -> Agreement:
+    """Both must have recorded the same windows. Raises UsageError where the vocabularies differ."""
+    divergence, same, count = 0.0, 0, 0
+    for ours_TV, theirs_TV in zip(model.distributions(), reference.distributions(), strict=True):
+        if ours_TV.shape != theirs_TV.shape:
+            raise UsageError(
+                f"--reference has {theirs_TV.shape[1]} tokens in its vocabulary, the model {ours_TV.shape[1]}: not comparable"
+            )
+        divergence += float((np.exp(theirs_TV) * (theirs_TV - ours_TV)).sum(dtype=np.float64))
+        same += int((ours_TV.argmax(-1) == theirs_TV.argmax(-1)).sum())
+        count += len(ours_TV)
+    return Agreement(count, divergence / count, same / count, _routing_ratio(model.experts(), reference.experts()))
+
+
+def _routing_ratio(ours: NDArray[Any] | None, theirs: NDArray[Any] | None) -> float | None:
+    if ours is None or theirs is None or ours.shape != theirs.shape:
+        return None
+    common = (ours[..., :, None] == theirs[..., None, :]).any(-1)
+    return float(common.mean())
