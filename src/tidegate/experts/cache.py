@@ -7,7 +7,7 @@ not, and never evicts an expert that the same visit still needs.
 
 from __future__ import annotations
 
-from collections.abc import Generator, Sequence
+from collections.abc import Collection, Generator, Sequence
 
 from tidegate.experts.base import CacheCounters, ExpertKey, Loader, Placement
 from tidegate.experts.policy import PolicyFactory
@@ -82,14 +82,14 @@ class ExpertCache:
             for group in held:
                 self._abandon(book, group)
 
-    def prefetch(self, layer: int, expert: int, value: float) -> bool:
+    def prefetch(self, layer: int, expert: int, value: float, keep: Collection[int] = ()) -> bool:
         """Start a speculative load; False (counted as dropped) if it would evict an expert whose policy value is not
-        below ``value`` or everything is pinned. A resident expert needs nothing and is not counted."""
+        below ``value``, or everything is pinned or in ``keep``. A resident expert needs nothing and is not counted."""
         book = self._layers[layer]
         if expert in book.slot_of:
             return False
         if not book.free:
-            candidates = [resident for resident in book.slot_of if resident not in book.pinned]
+            candidates = [one for one in book.slot_of if one not in book.pinned and one not in keep]
             victim = book.policy.victim(candidates) if candidates else None
             if victim is None or book.policy.value(victim) >= value:
                 self.counters.prefetch_dropped += 1
@@ -99,6 +99,15 @@ class ExpertCache:
         book.unused_prefetch.add(expert)
         self.counters.prefetch_issued += 1
         return True
+
+    def cancel_refuted(self, layer: int) -> None:
+        """After the layer's router has spoken: stop speculative loads that it did not ask for and that are not done."""
+        book = self._layers[layer]
+        for expert in sorted(book.unused_prefetch):
+            slot = book.slot_of[expert]
+            if not self._loader.is_ready(slot) and self._loader.cancel(slot):
+                self.counters.prefetch_wasted += 1
+                self._drop(book, expert)
 
     def check_integrity(self) -> None:
         """Recount: free + resident == capacity, no slot twice, pins are resident. AssertionError is our bug."""

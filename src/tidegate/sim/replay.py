@@ -6,13 +6,18 @@ Legend: T rows, L MoE layers, K experts per token.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from tidegate.experts.base import CacheCounters, ExpertKey, Loader
 from tidegate.experts.cache import ExpertCache
 from tidegate.experts.policy import PolicyFactory
 from tidegate.experts.trace import TraceChunk
+
+Array = NDArray[Any]
 
 
 class InstantLoader(Loader):
@@ -31,30 +36,50 @@ class InstantLoader(Loader):
         return True
 
 
-def steps(chunks: Iterable[TraceChunk]) -> Iterator[list[list[int]]]:
-    """One list a forward pass: for every layer the distinct experts that its tokens need, ascending.
+@dataclass(frozen=True)
+class Step:
+    """One forward pass: its rows, and for every layer the distinct experts that they need, ascending."""
 
-    A step may be cut by a chunk's end; it is put together again.
-    """
-    pending: list[np.ndarray] = []
+    sequence_T: list[int]
+    token_T: list[int]
+    experts_TLK: Array
+    needed_L: list[list[int]]
+
+
+def whole_steps(chunks: Iterable[TraceChunk]) -> Iterator[Step]:
+    """The forward passes of a trace. A step may be cut by a chunk's end; it is put together again."""
+    pending: list[tuple[Array, Array, Array]] = []
     pending_step = -1
     for chunk in chunks:
         cuts = np.flatnonzero(np.diff(chunk.step)) + 1
         for start, stop in zip([0, *cuts], [*cuts, len(chunk.step)], strict=True):
             if pending and chunk.step[start] != pending_step:
-                yield _needed(pending)
+                yield _step(pending)
                 pending = []
-            pending.append(chunk.experts[start:stop])
+            pending.append((chunk.sequence[start:stop], chunk.token[start:stop], chunk.experts[start:stop]))
             pending_step = int(chunk.step[start])
     if pending:
-        yield _needed(pending)
+        yield _step(pending)
 
 
-def _needed(parts: Sequence[np.ndarray]) -> list[list[int]]:
-    experts_TLK = parts[0] if len(parts) == 1 else np.concatenate(parts)
+def steps(chunks: Iterable[TraceChunk]) -> Iterator[list[list[int]]]:
+    """Only what each step needs: a list a layer."""
+    return (step.needed_L for step in whole_steps(chunks))
+
+
+def _step(parts: Sequence[tuple[Array, Array, Array]]) -> Step:
+    if len(parts) == 1:
+        sequence, token, experts = parts[0]
+    else:
+        sequence, token, experts = (np.concatenate(columns) for columns in zip(*parts, strict=True))
+    return Step(sequence.tolist(), token.tolist(), experts, needed(experts))
+
+
+def needed(experts_TLK: Array) -> list[list[int]]:
+    """For every layer the distinct experts, ascending."""
     if len(experts_TLK) == 1:
         return [sorted(row) for row in experts_TLK[0].tolist()]
-    return [np.unique(experts_TLK[:, layer]).tolist() for layer in range(experts_TLK.shape[1])]
+    return [sorted(set(layer)) for layer in experts_TLK.swapaxes(0, 1).reshape(experts_TLK.shape[1], -1).tolist()]
 
 
 def replay(
@@ -63,7 +88,7 @@ def replay(
     """Hits and misses of a whole trace with ``capacities[l]`` slots in layer l."""
     cache = ExpertCache(capacities, num_experts, make_policy, InstantLoader())
     for layers in steps(chunks):
-        for layer, needed in enumerate(layers):
-            for _ in cache.visit(layer, needed):
+        for layer, experts in enumerate(layers):
+            for _ in cache.visit(layer, experts):
                 pass
     return cache.counters

@@ -1,0 +1,133 @@
+"""Runs recorded routing against a clock: the engine's ExpertCache, Policy, Predictor and Prefetcher, and a channel.
+
+Per step and layer: the dense part computes, the router's choice becomes one visit of the cache, its loads go to the channel,
+and the experts compute in the order in which they arrive. Deterministic: equal inputs give equal numbers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+
+from tidegate.errors import UsageError
+from tidegate.experts.base import CacheCounters
+from tidegate.experts.cache import ExpertCache
+from tidegate.experts.policy import PolicyFactory
+from tidegate.experts.predictor import Predictor
+from tidegate.experts.prefetch import Prefetcher, PrefetchOptions
+from tidegate.sim.clock import ClockLoader
+from tidegate.sim.oracle import Oracle
+from tidegate.sim.replay import Step
+
+
+@dataclass(frozen=True)
+class Profile:
+    """A machine and a model in seconds and bytes. ``dense_s``: everything of a layer but its routed experts; ``expert_s``: one
+    expert's computation, once a step however many rows use it (decoding reads its weights once); ``token_s``: embedding,
+    logits and sampling of a step; ``predict_s``: one call of a predictor."""
+
+    expert_bytes: int
+    bandwidth_bytes_per_s: float
+    expert_s: float
+    dense_s: float
+    token_s: float = 0.0
+    latency_s: float = 0.0
+    predict_s: float = 0.0
+
+    def __post_init__(self) -> None:
+        if self.expert_bytes <= 0 or self.bandwidth_bytes_per_s <= 0:
+            raise UsageError("the simulator needs an expert's bytes and a bandwidth above 0; see --expert-bytes and --disk")
+
+    @property
+    def load_s(self) -> float:
+        return self.latency_s + self.expert_bytes / self.bandwidth_bytes_per_s
+
+    def load_ratio(self, num_experts_per_tok: int) -> float:
+        """R: time to load one expert / time to compute one layer of one token."""
+        return self.load_s / (self.dense_s + num_experts_per_tok * self.expert_s)
+
+
+@dataclass
+class Outcome:
+    """What a simulated run came to. ``stall_s`` is the time in which nothing computed because an expert was not there."""
+
+    tokens: int = 0
+    steps: int = 0
+    elapsed_s: float = 0.0
+    stall_s: float = 0.0
+    demand_bytes: int = 0
+    speculative_bytes: int = 0
+    wasted_bytes: int = 0
+    channel_busy_s: float = 0.0
+    counters: CacheCounters = field(default_factory=CacheCounters)
+
+    @property
+    def tokens_per_s(self) -> float:
+        return self.tokens / self.elapsed_s if self.elapsed_s else 0.0
+
+    @property
+    def hit_ratio(self) -> float:
+        """Demand hits and prefetch hits over all expert visits."""
+        counters = self.counters
+        visits = counters.demand_hits + counters.prefetch_hits + counters.misses
+        return (visits - counters.misses) / visits if visits else 0.0
+
+    @property
+    def bytes_per_token(self) -> float:
+        return (self.demand_bytes + self.speculative_bytes) / self.tokens if self.tokens else 0.0
+
+
+def simulate(
+    steps: Iterable[Step],
+    capacities: Sequence[int],
+    num_experts: int,
+    make_policy: PolicyFactory,
+    profile: Profile,
+    predictor: Predictor | None = None,
+    prefetch: PrefetchOptions | None = None,
+) -> Outcome:
+    """Run all steps with ``capacities[l]`` slots in layer l and caches that start empty. Without a predictor there are demand
+    loads only."""
+    loader = ClockLoader(sum(capacities), profile.expert_bytes, profile.bandwidth_bytes_per_s, profile.latency_s)
+    cache = ExpertCache(capacities, num_experts, make_policy, loader)
+    prefetcher = Prefetcher(cache, predictor, prefetch or PrefetchOptions()) if predictor is not None else None
+    outcome = Outcome(counters=cache.counters)
+    layers = range(len(capacities))
+    for step in steps:
+        if prefetcher is not None:
+            if isinstance(predictor, Oracle):
+                predictor.reveal(step.needed_L)
+            prefetcher.begin_step(step.sequence_T, step.token_T)
+        for layer in layers:
+            loader.now_s += profile.dense_s
+            _visit(cache, loader, layer, step, profile, prefetcher, outcome)
+        loader.now_s += profile.token_s
+        outcome.tokens += len(step.token_T)
+        outcome.steps += 1
+    outcome.elapsed_s = loader.now_s
+    outcome.demand_bytes, outcome.speculative_bytes = loader.demand_bytes, loader.speculative_bytes
+    outcome.channel_busy_s = loader.busy_s
+    useful_bytes = (cache.counters.misses + cache.counters.prefetch_hits) * profile.expert_bytes
+    outcome.wasted_bytes = max(0, loader.demand_bytes + loader.speculative_bytes - useful_bytes)
+    return outcome
+
+
+def _visit(
+    cache: ExpertCache, loader: ClockLoader, layer: int, step: Step, profile: Profile, prefetcher: Prefetcher | None,
+    outcome: Outcome,
+) -> None:  # fmt: skip
+    """One layer's experts: compute each when it is there; look ahead once the layer's own loads are queued."""
+    expert_s = profile.expert_s
+    for placement in cache.visit(layer, step.needed_L[layer]):
+        if prefetcher is not None:
+            before = prefetcher.predictions
+            prefetcher.after_route(layer, step.experts_TLK[:, layer])
+            loader.now_s += (prefetcher.predictions - before) * profile.predict_s
+            prefetcher = None
+        now_s = loader.now_s
+        for ready_s in sorted(map(loader.ready_s, placement.slots)):
+            if ready_s > now_s:
+                outcome.stall_s += ready_s - now_s
+                now_s = ready_s
+            now_s += expert_s
+        loader.now_s = now_s

@@ -1,0 +1,177 @@
+"""The clock, the channel and the simulator: against hand-computed timelines, the replay, and the engine's scheduler."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tidegate.config import SamplingOptions
+from tidegate.engine.kv_cache import KvCache
+from tidegate.engine.scheduler import Scheduler
+from tidegate.engine.sequence import Sampled, Sequence
+from tidegate.errors import UsageError
+from tidegate.experts.base import ExpertKey
+from tidegate.experts.policy import POLICIES
+from tidegate.experts.predictor_counts import DecayedCounts
+from tidegate.experts.prefetch import PrefetchOptions
+from tidegate.experts.trace import TraceReader
+from tidegate.experts.trace_import import import_arrays
+from tidegate.sim.batching import batched
+from tidegate.sim.clock import CHUNK_BYTES, ClockLoader
+from tidegate.sim.oracle import Oracle
+from tidegate.sim.replay import replay, whole_steps
+from tidegate.sim.simulate import Profile, simulate
+
+TRACE = Path(__file__).parent / "data" / "gpt-oss-20b.trace"
+KEY = ExpertKey(0, 0)
+
+
+@pytest.fixture(scope="module")
+def steps():
+    reader = TraceReader(TRACE)
+    return [step for step, _ in zip(whole_steps(reader), range(400), strict=False)]
+
+
+def test_demand_loads_queue_and_speculation_fills_the_gaps():
+    chunk_s = 1.0
+    loader = ClockLoader(4, 2 * CHUNK_BYTES, CHUNK_BYTES / chunk_s)
+    loader.load(KEY, 0, demand=True)
+    loader.load(KEY, 1, demand=True)
+    assert [loader.ready_s(slot) for slot in (0, 1)] == [2, 4]
+    loader.load(KEY, 2, demand=False)
+    loader.now_s = 4.5
+    assert loader.is_ready(1) and not loader.is_ready(2)
+    loader.load(KEY, 3, demand=True)  # waits for the chunk in flight, overtakes the second one
+    assert loader.ready_s(3) == 7
+    loader.now_s = 7.5
+    assert not loader.is_ready(2)
+    loader.now_s = 8
+    assert loader.is_ready(2)
+    assert (loader.demand_bytes, loader.speculative_bytes) == (6 * CHUNK_BYTES, 2 * CHUNK_BYTES)
+    assert loader.busy_s == 8
+
+
+def test_promoted_and_cancelled_loads():
+    loader = ClockLoader(3, 4 * CHUNK_BYTES, CHUNK_BYTES, latency_s=0.5)
+    loader.load(KEY, 0, demand=False)
+    loader.load(KEY, 1, demand=False)
+    loader.now_s = 1.0
+    loader.promote(0)  # one chunk and the latency are under way until 1.5; three more chunks follow
+    assert loader.ready_s(0) == 4.5
+    assert loader.cancel(1) and not loader.cancel(1)
+    loader.now_s = 5.0
+    assert loader.is_ready(0) and not loader.cancel(0)
+    assert loader.speculative_bytes == CHUNK_BYTES and loader.demand_bytes == 3 * CHUNK_BYTES
+
+
+def test_a_timeline_by_hand(tmp_path):
+    # One layer, one slot: A misses, A hits, B misses. Dense 1 s, expert 2 s, load 4 s, token 0.5 s.
+    import_arrays(tmp_path / "t.trace", np.array([[[0]], [[0]], [[1]]], np.uint8), np.array([0, 3]), num_experts=2)
+    profile = Profile(100, 25.0, expert_s=2.0, dense_s=1.0, token_s=0.5)
+    outcome = simulate(whole_steps(TraceReader(tmp_path / "t.trace")), [1], 2, POLICIES["lru"], profile)
+    assert outcome.elapsed_s == (1 + 4 + 2 + 0.5) + (1 + 2 + 0.5) + (1 + 4 + 2 + 0.5)
+    assert (outcome.stall_s, outcome.demand_bytes, outcome.counters.misses) == (8.0, 200, 2)
+    assert outcome.tokens_per_s == pytest.approx(3 / 18.5) and outcome.bytes_per_token == pytest.approx(200 / 3)
+
+
+def _profile(load_ratio: float) -> Profile:
+    return Profile(4 << 20, (4 << 20) / (load_ratio * 1e-3), 1e-3 / 8, 0.5e-3)
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_without_prefetch_the_counts_are_the_replays(steps, policy):
+    chunks = list(TraceReader(TRACE))[:1]
+    outcome = simulate(whole_steps(chunks), [8] * 24, 32, POLICIES[policy], _profile(1))
+    assert outcome.counters == replay(chunks, [8] * 24, 32, POLICIES[policy])
+    assert outcome.demand_bytes == outcome.counters.misses * 4 << 20 and outcome.wasted_bytes == 0
+
+
+def test_a_perfect_prefetch_removes_misses_and_wastes_nothing(steps):
+    demand = simulate(steps, [8] * 24, 32, POLICIES["lru"], _profile(0.5))
+    perfect = simulate(steps, [8] * 24, 32, POLICIES["lru"], _profile(0.5), Oracle(24, 32))
+    assert perfect.counters.misses < 0.1 * demand.counters.misses
+    assert perfect.stall_s < 0.5 * demand.stall_s and perfect.tokens_per_s > 1.15 * demand.tokens_per_s
+    assert perfect.wasted_bytes == 0 and perfect.counters.prefetch_wasted == 0
+    busy = len(steps) * 24 * 1e-3
+    assert demand.elapsed_s == pytest.approx(busy + demand.stall_s) and perfect.elapsed_s >= busy
+
+
+def test_wrong_predictions_waste_bytes_and_are_counted(steps):
+    wrong = simulate(steps, [8] * 24, 32, POLICIES["lru"], _profile(1), Oracle(24, 32, 0.5, 0.5))
+    counters = wrong.counters
+    assert counters.prefetch_issued >= counters.prefetch_hits + counters.prefetch_wasted > counters.prefetch_hits > 0
+    assert wrong.wasted_bytes > 0
+
+
+def test_a_history_predictor_runs_and_equal_inputs_give_equal_numbers(steps):
+    runs = [
+        simulate(steps, [8] * 24, 32, POLICIES["decayed-lfu"], _profile(1), DecayedCounts(24, 32), PrefetchOptions(3, 0.4))
+        for _ in range(2)
+    ]
+    assert runs[0] == runs[1] and runs[0].counters.prefetch_issued > 0
+
+
+@settings(max_examples=20, deadline=None)
+@given(
+    staging=st.integers(1, 4), threshold=st.floats(0, 1), most=st.integers(1, 8), capacity=st.integers(1, 12),
+    load_ratio=st.sampled_from([0.1, 1.0, 10.0]), recall=st.floats(0, 1), policy=st.sampled_from(list(POLICIES)),
+)  # fmt: skip
+def test_time_and_bytes_always_add_up(steps, staging, threshold, most, capacity, load_ratio, recall, policy):
+    profile = _profile(load_ratio)
+    few = steps[:25]
+    options = PrefetchOptions(staging, threshold, most)
+    outcome = simulate(few, [capacity] * 24, 32, POLICIES[policy], profile, Oracle(24, 32, recall, 0.3), options)
+    counters = outcome.counters
+    visits = sum(len(needed) for step in few for needed in step.needed_L)
+    assert counters.demand_hits + counters.prefetch_hits + counters.misses == visits
+    compute_s = len(few) * 24 * profile.dense_s + visits * profile.expert_s
+    assert outcome.elapsed_s == pytest.approx(compute_s + outcome.stall_s)
+    assert outcome.demand_bytes >= counters.misses * profile.expert_bytes
+    assert outcome.channel_busy_s * profile.bandwidth_bytes_per_s == pytest.approx(
+        outcome.demand_bytes + outcome.speculative_bytes
+    )
+
+
+def test_options_that_cannot_be_are_named():
+    for options in ({"staging": 0}, {"threshold": 1.5}, {"most": 0}):
+        with pytest.raises(UsageError, match=f"--{next(iter(options))}"):
+            PrefetchOptions(**options)
+    with pytest.raises(UsageError, match="--expert-bytes"):
+        Profile(0, 1.0, 1.0, 1.0)
+
+
+@settings(max_examples=30, deadline=None)
+@given(lengths=st.lists(st.integers(1, 12), min_size=1, max_size=10), batch=st.integers(1, 5))
+def test_batching_is_the_schedulers(tmp_path_factory, lengths, batch):
+    """One-token prompts, answers as long as the recorded sequences: who runs in which step is the same."""
+    path = tmp_path_factory.mktemp("batch") / "t.trace"
+    rows = sum(lengths)
+    token = np.concatenate([np.arange(n) + 100 * i for i, n in enumerate(lengths)])
+    experts = (token % 7)[:, None, None].astype(np.uint8)
+    import_arrays(path, experts, np.cumsum([0, *lengths]), num_experts=8, token_T=token)
+    simulated = [(step.sequence_T, step.token_T) for step in batched(TraceReader(path), batch)]
+
+    scheduler = Scheduler(KvCache(1000, 4), max_running=batch, prefill_chunk=64, max_logit_rows=64)
+    for i, n in enumerate(lengths):
+        scheduler.add(Sequence(i, [100 * i], n, SamplingOptions(ignore_eos=True)))
+    engine = []
+    while not scheduler.is_idle:
+        chunks = scheduler.schedule()
+        engine.append(
+            ([c.sequence.id for c in chunks], [token for c in chunks for token in c.sequence.tokens[c.start : c.stop]])
+        )
+        scheduler.postprocess(chunks, [Sampled(c.sequence.tokens[-1] + 1) for c in chunks])
+    assert simulated == engine
+    assert sum(len(tokens) for _, tokens in simulated) == rows
+
+
+def test_a_recorded_batch_can_be_taken_apart(tmp_path):
+    path = tmp_path / "t.trace"
+    experts = np.arange(24).reshape(12, 1, 2).astype(np.uint8)
+    import_arrays(path, experts, np.array([0, 5, 12]), num_experts=24, token_T=np.arange(12))
+    together = list(batched(TraceReader(path), 2))
+    assert [step.needed_L[0] for step in together[:2]] == [[0, 1, 10, 11], [2, 3, 12, 13]]
+    alone = list(batched(TraceReader(path), 1))
+    assert [step.needed_L for step in alone] == [step.needed_L for step in whole_steps(TraceReader(path))]
