@@ -64,6 +64,11 @@ def test_prompt_file_and_standard_input_are_the_same(store: Path, tmp_path: Path
     assert _run(store, "hello there", "--max-tokens", "8", "--raw").stdout != by_argument.stdout, "no template"
 
 
+def test_an_empty_prompt_is_refused_before_anything_is_loaded(store: Path) -> None:
+    done = subprocess.run([*COMMAND, "/no/such"], capture_output=True, text=True, check=False, input=" \n")
+    assert (done.returncode, done.stderr) == (2, "tidegate: error: the prompt is empty\n")
+
+
 def test_json_is_one_object_with_units_in_its_keys(store: Path) -> None:
     done = _run(store, "hello", "--max-tokens", "8", "--json", "--ignore-eos")
     result = json.loads(done.stdout)

@@ -69,13 +69,12 @@ def _prompt(prompt: str | None, file: Path | None, chat: bool) -> str | None:
     """The text to answer; None for a chat that asks for it."""
     if prompt is not None and file is not None:
         raise UsageError("give a prompt or --file, not both")
-    if prompt is not None:
-        return prompt
-    if file is not None:
-        return file.read_text(encoding="utf-8")
-    if chat or sys.stdin.isatty():
+    if prompt is None and file is None and (chat or sys.stdin.isatty()):
         return None
-    return sys.stdin.read()
+    text = file.read_text(encoding="utf-8") if file else sys.stdin.read() if prompt is None else prompt
+    if not text.strip():
+        raise UsageError("the prompt is empty")
+    return text
 
 
 def _answer(model: Model, text: str, raw: bool, as_json: bool, sampling: dict[str, Any]) -> int:

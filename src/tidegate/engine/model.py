@@ -257,6 +257,9 @@ class Model:
             while sequence.finish_reason is None:
                 engine.step()
                 yield text.take()
+            rest = text.take()  # somebody else's steps may have ended this answer
+            if rest:
+                yield rest
         finally:
             engine.scheduler.end(sequence, "cancelled")
         _raise_first_error([sequence])
