@@ -1,0 +1,91 @@
+"""``tidegate simulate`` and ``fit-predictor`` as a person meets them."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from tidegate.cli import main
+from tidegate.sim.simulate import Outcome
+from tidegate.sim.sweep import Configuration, Result, pareto, run_flags
+
+TRACE = str(Path(__file__).parent / "data" / "gpt-oss-20b.trace")
+SIZE = ["--expert-bytes", "13MB"]
+
+
+def _json(capsys: pytest.CaptureFixture[str], *arguments: str) -> dict:
+    assert main([*arguments, "--json"]) == 0
+    return json.loads(capsys.readouterr().out)
+
+
+def test_a_grid_of_policies_and_budgets(capsys) -> None:
+    arguments = ["simulate", TRACE, *SIZE, "--tokens", "150", "--fixed", "1GiB", "--memory", "3GiB,5GiB"]
+    results = _json(capsys, *arguments, "--policy", "lru,decayed-lfu", "--predictor", "none,decayed")["results"]
+    assert len(results) == 8
+    for one in results:
+        assert one["tokens"] == 150 and one["lru_hit_ratio"] <= one["belady_hit_ratio"] <= one["belady_bypass_hit_ratio"]
+        visits = one["demand_hits"] + one["prefetch_hits"] + one["misses"]
+        assert visits == 150 * 24 * 4 and one["hit_ratio"] == pytest.approx(1 - one["misses"] / visits, abs=1e-4)
+        if one["predictor"] == "none":
+            assert one["staging"] == 1 and one["prefetch_issued"] == 0
+            assert one["policy"] != "lru" or one["gap_closed"] == 0
+    small, large = (sum(o["tokens_per_s"] for o in results if o["memory_bytes"] == b << 30) for b in (3, 5))
+    assert large > small
+    again = _json(capsys, *arguments, "--policy", "lru,decayed-lfu", "--predictor", "none,decayed")["results"]
+    assert again == results
+
+
+def test_sweep_shows_the_best_and_their_flags(capsys) -> None:
+    arguments = ["simulate", TRACE, *SIZE, "--tokens", "60", "--slots", "8,12", "--bits", "4,8", "--batch", "1,2"]
+    answer = _json(capsys, *arguments, "--sweep")
+    assert len(answer["results"]) == 8 and 0 < len(answer["pareto"]) < 8
+    assert answer["pareto"][0]["tokens_per_s"] == max(one["tokens_per_s"] for one in answer["results"])
+    assert all("--policy decayed-lfu --experts int" in one["flags"] for one in answer["pareto"])
+    assert main([*arguments, "--sweep"]) == 0
+    assert "the best of the grid" in capsys.readouterr().out
+
+
+def test_the_pareto_set_is_what_nothing_beats() -> None:
+    def result(tokens: int, memory: int, bits: int) -> Result:
+        config = Configuration(memory << 30, (4,), "lru", "none", 1, 0.0, bits, 1)
+        return Result(config, Outcome(tokens=tokens, elapsed_s=1.0), 1.0, 0.5, 0.6, 0.7)
+
+    results = [result(10, 4, 4), result(9, 4, 4), result(10, 4, 8), result(20, 8, 4), result(5, 2, 4), result(4, 2, 8)]
+    assert pareto(results) == [results[3], results[2], results[4], results[5]]
+    assert run_flags(results[0].configuration) == "--memory 4GiB --policy lru --experts int4"
+
+
+@pytest.mark.parametrize("kind", ["decayed", "markov", "mlp"])
+def test_a_predictor_is_fitted_scored_and_simulated(capsys, tmp_path, kind) -> None:
+    path = str(tmp_path / "p.npz")
+    score = _json(
+        capsys, "fit-predictor", TRACE, "--kind", kind, "-o", path, "--tokens", "900", "--score-tokens", "40"
+    )
+    assert 0.1 < score["recall"]["4"] <= score["recall"]["8"] < 1
+    assert score["miss_recall"]["4"] > 0 and 0 < score["wasted"]["4"] < 1 and score["predict_us"] > 0
+    done = _json(capsys, "simulate", TRACE, *SIZE, "--slots", "8", "--predictor", path, "--staging", "3", "--tokens", "50")
+    assert done["results"][0]["staging"] == 3 and done["results"][0]["predictor"] == path
+    assert main(["fit-predictor", TRACE, "--kind", kind, "-o", path, "--tokens", "900", "--score-tokens", "9"]) == 0
+    assert "recall on the misses" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["simulate", TRACE, "--slots", "8"], "--expert-bytes"),
+        (["simulate", TRACE, *SIZE], "--memory or --slots"),
+        (["simulate", TRACE, *SIZE, "--slots", "8", "--memory", "2GiB"], "one of them"),
+        (["simulate", TRACE, *SIZE, "--slots", "33"], "--slots 33: 1 to 32"),
+        (["simulate", TRACE, *SIZE, "--slots", "x"], "--slots 'x'"),
+        (["simulate", TRACE, *SIZE, "--memory", "1GiB", "--fixed", "1GiB"], "too small"),
+        (["simulate", TRACE, *SIZE, "--slots", "8", "--policy", "mru"], "--policy 'mru'"),
+        (["simulate", TRACE, *SIZE, "--slots", "8", "--predictor", "lstm"], "fitted first"),
+        (["simulate", TRACE, *SIZE, "--slots", "8", "--staging", "9"], "--staging 9"),
+        (["simulate", "none.trace", *SIZE, "--slots", "8"], "no such trace"),
+        (["fit-predictor", TRACE, "--kind", "magic", "-o", "x"], "--kind 'magic'"),
+        (["fit-predictor", TRACE, "--kind", "decayed", "-o", "x", "--slots", "40"], "--slots 40"),
+    ],
+)
+def test_mistakes_are_named(capsys, arguments: list[str], said: str) -> None:
+    assert main(arguments) == 2
+    assert said in capsys.readouterr().err
