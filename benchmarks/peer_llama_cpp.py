@@ -52,7 +52,9 @@ def main() -> None:
     llama_cpp.llama_backend_init()
     start_s = time.perf_counter()
     model_params = llama_cpp.llama_model_default_params()
-    model_params.use_mmap = not args.no_mmap
+    model_params.load_mode = llama_cpp.LLAMA_LOAD_MODE_NONE if args.no_mmap else llama_cpp.LLAMA_LOAD_MODE_MMAP
+    # Repacked weights are a second copy beside the map, in memory that cannot be dropped: killed under a limit.
+    model_params.use_extra_bufts = args.no_mmap
     model = llama_cpp.llama_model_load_from_file(str(args.model).encode(), model_params)
     params = llama_cpp.llama_context_default_params()
     params.n_ctx = len(tokens) + 8

@@ -32,7 +32,10 @@ def command(
         bool, typer.Option("--warm", help="Compute it all once before measuring, so that the experts are loaded.")
     ] = False,
     choices: Annotated[
-        bool, typer.Option("--choices", help="Also print the tokens that the model would have chosen.")
+        bool,
+        typer.Option(
+            "--choices", help="Also print the tokens that the model would have chosen, and how clear that was."
+        ),
     ] = False,
     trace: Annotated[Path | None, typer.Option(help="Record which experts every token used in this file.")] = None,
     **options: Any,
@@ -55,9 +58,10 @@ def command(
         if warm:
             bench.measure(loaded.runtime, card, ids, prefill)
         with loaded.trace(trace, model) if trace else nullcontext():
-            found = bench.measure(loaded.runtime, card, ids, prefill)
+            found = bench.measure(loaded.runtime, card, ids, prefill, margins=choices)
         print(_result_lines(found, loaded.runtime.budget.limit_bytes))
-    print(json.dumps(found.to_json() | ({"greedy_token_ids": found.choices} if choices else {})))
+    chosen = {"greedy_token_ids": found.choices, "greedy_margins": found.margins} if choices else {}
+    print(json.dumps(found.to_json() | chosen))
     return 0
 
 

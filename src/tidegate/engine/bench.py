@@ -117,12 +117,14 @@ class Phase:
 
 @dataclass(frozen=True)
 class Measurement:
-    """``choices``: the greedy token after the prefill and after every decoded token."""
+    """``choices``: the greedy token after the prefill and after every decoded token; ``margins``: by how much its log
+    probability is above the next one's, if asked for."""
 
     card: Card
     prefill: Phase
     decode: Phase
     choices: list[int]
+    margins: list[float]
     peak_bytes: int
     budget_bytes: int
 
@@ -141,15 +143,19 @@ class Measurement:
         }
 
 
-def measure(runtime: Runtime, card: Card, token_ids: list[int], prefill_tokens: int) -> Measurement:
-    """Compute the first ``prefill_tokens`` as a prompt and the rest one by one. Raises UsageError for too few tokens or a
-    context that is too short, ReadFailed or CorruptFile."""
+def measure(
+    runtime: Runtime, card: Card, token_ids: list[int], prefill_tokens: int, *, margins: bool = False
+) -> Measurement:
+    """Compute the first ``prefill_tokens`` as a prompt and the rest one by one; ``margins`` cost a little time.
+
+    Raises UsageError for too few tokens or a context that is too short, ReadFailed or CorruptFile.
+    """
     if not 0 < prefill_tokens < len(token_ids):
         raise UsageError(f"{len(token_ids)} tokens of text: more than the {prefill_tokens} of the prompt are needed")
     if len(token_ids) > runtime.sizes.context_tokens:
         raise UsageError(f"{len(token_ids)} tokens: more than the context of {runtime.sizes.context_tokens}")
     engine, decoded = runtime.engine, token_ids[prefill_tokens:]
-    sampling = SamplingOptions(ignore_eos=True)
+    sampling = SamplingOptions(ignore_eos=True, logprobs=2 if margins else None)
     sequence = Sequence(0, token_ids[:prefill_tokens], len(decoded) + 1, sampling)
     choices: list[int] = []
     engine.scheduler.add(sequence)
@@ -171,6 +177,7 @@ def measure(runtime: Runtime, card: Card, token_ids: list[int], prefill_tokens: 
         _phase(start, middle, "prefill"),
         _phase(middle, end, "decode"),
         choices,
+        [round(sampled.top[0][1] - sampled.top[1][1], 4) for sampled in sequence.logprobs],
         process_memory().peak_rss_bytes,
         runtime.budget.limit_bytes,
     )
