@@ -9,6 +9,7 @@
 #include <optional>
 #include <string>
 
+#include "bandwidth.h"
 #include "elementwise.h"
 #include "linear.h"
 #include "moe.h"
@@ -72,6 +73,10 @@ void bind_operations(nb::module_& m) {
   m.def("add", &add, "compute"_a, "x"_a, "y"_a, "scale"_a);
   m.def("add_gated", &add_gated, "compute"_a, "x"_a, "y"_a, "gates"_a);
   m.def("divide", &divide, "compute"_a, "x"_a, "divisor"_a);
+  m.def("read_all", [](Compute& compute, const ConstBytes& memory) {
+    nb::gil_scoped_release release;
+    return read_all(compute.pool, memory.data(), length(memory.size()));
+  }, "compute"_a, "memory"_a, "Reads whole cache lines of memory once, as fast as it goes; a sum that means nothing.");
 }
 
 // Holds what MoeStep only points to.

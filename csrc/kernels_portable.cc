@@ -1,3 +1,5 @@
+#define TIDEGATE_UNROLL
+
 #include "activation_impl.h"
 #include "prepare_impl.h"
 #include "simd_portable.h"

@@ -7,8 +7,11 @@
 namespace tidegate {
 
 
-// Loops over panels and tokens must be unrolled, or the arrays they index stay in memory.
+// Loops over panels and tokens must be unrolled, or the arrays they index stay in memory. Without vector registers
+// (kernels_portable.cc) they are there anyway.
+#ifndef TIDEGATE_UNROLL
 #define TIDEGATE_UNROLL _Pragma("GCC unroll 16")
+#endif
 
 template <int kPanels>
 void prefetch(const std::uint8_t* (&next)[kPanels], int lines) {

@@ -1,0 +1,25 @@
+#include "bandwidth.h"
+
+#include <atomic>
+#include <cstring>
+
+namespace tidegate {
+
+std::uint64_t read_all(Pool& pool, const std::uint8_t* memory, std::int64_t bytes) {
+  constexpr std::int64_t kChunkBytes = 96 << 10;
+  std::atomic<std::uint64_t> total{0};
+  pool.parallel_for(bytes / 64, kChunkBytes / 64, [&](std::int64_t begin, std::int64_t end, int) {
+    std::uint64_t sums[8] = {};
+    for (std::int64_t line = begin; line < end; ++line) {
+      std::uint64_t words[8];
+      std::memcpy(words, memory + line * 64, sizeof words);
+      for (int i = 0; i < 8; ++i) sums[i] += words[i];
+    }
+    std::uint64_t sum = 0;
+    for (std::uint64_t s : sums) sum += s;
+    total.fetch_add(sum, std::memory_order_relaxed);
+  });
+  return total.load();
+}
+
+}  // namespace tidegate
