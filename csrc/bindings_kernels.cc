@@ -32,11 +32,11 @@ void require(bool ok, const char* what) {
 }
 
 PackedMatrix make_packed(const ConstBytes& data, const WeightFormat& format, std::int64_t n, std::int64_t k,
-                         const std::optional<F32Vector>& bias) {
+                         const std::optional<F32Vector>& bias, bool wide_inputs) {
   require(n > 0 && k > 0, "a packed matrix needs at least one row and one column");
   require(length(data.size()) >= format.packed_bytes(n, k), "the packed bytes are fewer than the format needs");
   require(!bias || length(bias->size()) == n, "the bias has another length than the matrix has rows");
-  return {data.data(), format, n, k, bias ? bias->data() : nullptr};
+  return {data.data(), format, n, k, bias ? bias->data() : nullptr, wide_inputs};
 }
 
 void bind_packed(nb::module_& m) {
@@ -49,9 +49,9 @@ void bind_packed(nb::module_& m) {
       .def("packed_bytes", &WeightFormat::packed_bytes, "n"_a, "k"_a);
   nb::class_<PackedMatrix>(m, "PackedMatrix", "A packed weight [n, k] and its bias; keeps both arrays alive.")
       .def("__init__", [](PackedMatrix* self, const ConstBytes& data, const WeightFormat& format, std::int64_t n,
-                          std::int64_t k, const std::optional<F32Vector>& bias) {
-        new (self) PackedMatrix(make_packed(data, format, n, k, bias));
-      }, "data"_a, "format"_a, "n"_a, "k"_a, "bias"_a.none(), nb::keep_alive<1, 2>(), nb::keep_alive<1, 6>());
+                          std::int64_t k, const std::optional<F32Vector>& bias, bool wide_inputs) {
+        new (self) PackedMatrix(make_packed(data, format, n, k, bias, wide_inputs));
+      }, "data"_a, "format"_a, "n"_a, "k"_a, "bias"_a.none(), "wide_inputs"_a = false, nb::keep_alive<1, 2>(), nb::keep_alive<1, 6>());
 }
 
 void bind_operations(nb::module_& m) {

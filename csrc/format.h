@@ -49,6 +49,8 @@ struct PackedMatrix {
   WeightFormat format;
   std::int64_t n = 0, k = 0;
   const float* bias = nullptr;
+  // Integer formats only: inputs are taken as int8 codes and, in a second row, as int8 codes of what those leave.
+  bool wide_inputs = false;
 
   std::int64_t panels() const { return (n + kPanelRows - 1) / kPanelRows; }
   std::int64_t panel_bytes() const { return format.panel_bytes(k); }

@@ -127,13 +127,52 @@ void multiply(Compute& compute, const PreparedRows& rows, const PackedMatrix& we
   });
 }
 
+namespace {
+
+// Two rows a token: its codes, then the codes of the rest.
+PreparedRows prepare_wide(Compute& compute, const WeightFormat& format, const Matrix& x, std::int64_t k) {
+  const Kernels& table = kernels(compute.isa);
+  const PreparedRows rows(compute, format, 2 * x.rows, k, table.tile_tokens);
+  const PreparedRows high = PreparedRows::of(compute, format, x, k, 1);
+  const Matrix rest = compute.workspace.matrix(x.rows, k);
+  const std::int64_t grain = std::max<std::int64_t>(1, kSerialInputs / k);
+  compute.pool.parallel_for(x.rows, grain, [&](std::int64_t begin, std::int64_t end, int) {
+    for (std::int64_t t = begin; t < end; ++t) {
+      const Tile codes = high.tile(t);
+      for (std::int64_t i = 0; i < k; ++i)
+        rest.row(t)[i] = x.row(t)[i] - codes.scales[i / format.group] * static_cast<float>(codes.codes[i]);
+      const std::int64_t low = 2 * t + 1;
+      rows.copy_row(high, t, 2 * t);
+      table.prepare(format, rest.row(t), 0, k, rows.tile(low / table.tile_tokens), static_cast<int>(low % table.tile_tokens));
+    }
+  });
+  return rows;
+}
+
+}  // namespace
+
+void product(Compute& compute, const Matrix& x, const PackedMatrix& weight, float* out, std::int64_t out_stride) {
+  if (x.rows == 0) return;  // a step whose logits nobody wants
+  const Scratch scratch(compute.workspace);
+  if (!weight.wide_inputs || !weight.format.is_integer())
+    return multiply(compute, PreparedRows::of(compute, weight.format, x, weight.k, kernels(compute.isa).tile_tokens), weight,
+                    out, out_stride);
+  PackedMatrix unbiased = weight;
+  unbiased.bias = nullptr;
+  const Matrix parts = compute.workspace.matrix(2 * x.rows, weight.n);
+  multiply(compute, prepare_wide(compute, weight.format, x, weight.k), unbiased, parts.data, parts.cols);
+  for (std::int64_t t = 0; t < x.rows; ++t) {
+    float* const row = out + t * out_stride;
+    for (std::int64_t i = 0; i < weight.n; ++i) row[i] = parts.row(2 * t)[i] + parts.row(2 * t + 1)[i];
+    if (weight.bias)
+      for (std::int64_t i = 0; i < weight.n; ++i) row[i] += weight.bias[i];
+  }
+}
+
 Matrix linear(Compute& compute, const Matrix& x, const PackedMatrix& weight) {
   if (x.cols != weight.k) throw std::invalid_argument("linear: x has another width than the weight");
   const Matrix out = compute.workspace.matrix(x.rows, weight.n);
-  if (x.rows == 0) return out;  // a step whose logits nobody wants
-  const Scratch scratch(compute.workspace);
-  const PreparedRows rows = PreparedRows::of(compute, weight.format, x, weight.k, kernels(compute.isa).tile_tokens);
-  multiply(compute, rows, weight, out.data, out.cols);
+  product(compute, x, weight, out.data, out.cols);
   return out;
 }
 
@@ -147,7 +186,7 @@ Matrix gated_mlp(Compute& compute, const Matrix& x, const PackedMatrix& gate_up,
   compute.pool.parallel_for(x.rows, std::max<std::int64_t>(1, kSerialInputs / down.k), [&](auto begin, auto end, int) {
     for (std::int64_t t = begin; t < end; ++t) table.activate(activation, hidden.row(t), hidden.row(t) + down.k, down.k);
   });
-  multiply(compute, PreparedRows::of(compute, down.format, hidden, down.k, table.tile_tokens), down, out.data, out.cols);
+  product(compute, hidden, down, out.data, out.cols);
   return out;
 }
 

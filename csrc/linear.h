@@ -50,7 +50,10 @@ struct Walk {
 // [T, k] -> [T, n], plus the bias if there is one. The result is in the workspace.
 Matrix linear(Compute& compute, const Matrix& x, const PackedMatrix& weight);
 
-// The product alone, of rows `prepared` (made for the weight's format), into `out` with rows `out_stride` apart.
+// The product of x (which may be wider than weight.k) and its bias, into `out` with rows `out_stride` apart.
+void product(Compute& compute, const Matrix& x, const PackedMatrix& weight, float* out, std::int64_t out_stride);
+
+// The same of rows `prepared` for the weight's format.
 void multiply(Compute& compute, const PreparedRows& rows, const PackedMatrix& weight, float* out, std::int64_t out_stride);
 
 // act(gate) * up with gate = columns :n/2 of gate_up [T, n], up = the rest; then the down projection.

@@ -4,6 +4,7 @@ T tokens, N outputs, K inputs. Each speed test prints GB/s or GFLOP/s beside its
 """
 
 import time
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -54,6 +55,25 @@ def test_linear_agrees_with_the_twin_on_every_isa(shape, fmt, bias, seed):
     else:
         size = np.abs(x).max() * np.sqrt(k)
         np.testing.assert_allclose(first, wanted, rtol=0, atol=1e-6 * max(size, 1) * 4)
+
+
+@given(shapes, st.sampled_from(FORMATS), st.booleans(), st.integers(0, 2**32 - 1))
+@settings(max_examples=60, deadline=None)
+def test_wide_inputs_agree_with_the_twin_on_every_isa(shape, fmt, bias, seed):
+    tokens, n, k = shape
+    rng = np.random.default_rng(seed)
+    weight, x = replace(random_linear(rng, n, k, fmt, bias), wide_inputs=True), random_inputs(rng, tokens, k)
+    wanted = PackedMatrix(weight.packed, fmt, n, k).wide_product(x)
+    wanted = wanted if weight.bias is None else wanted + weight.bias
+    exact = x.astype(np.float64) @ pack.unpack(weight.packed, fmt, n, k).T.astype(np.float64)
+    exact = exact if weight.bias is None else exact + weight.bias
+    for ops in OPS.values():
+        got = run(ops, lambda a, ops=ops: ops.linear(a, weight), x)
+        if fmt.is_integer:
+            np.testing.assert_array_equal(got, wanted)
+        np.testing.assert_allclose(got, exact, rtol=0, atol=2e-4 * np.abs(x).max() * np.sqrt(k))
+        alone = run(ops, lambda a, ops=ops: ops.linear(a, weight), x[-1:])
+        np.testing.assert_array_equal(got[-1], alone[0])
 
 
 @given(shapes, st.sampled_from(FORMATS), st.integers(0, 2**32 - 1))

@@ -53,12 +53,12 @@ def test_greedy_answers_are_those_of_transformers(oracle, cache):
         assert QUESTIONS[question] in answer.text, answer.text
 
 
-def test_the_files_own_4_bit_weights_stay_close(oracle, cache):
-    """Weights are taken over exactly; int8 activations move some near ties."""
+def test_the_files_own_4_bit_weights_answer_the_same(oracle, cache):
+    """The default: weights taken over exactly, inputs in 16 bits. A near tie may still fall the other way."""
     agreeing = total = 0
-    for _, prompt, answer in answers("auto"):
+    for question, prompt, answer in answers("auto"):
         wanted = teacher_forced(oracle, prompt, answer.token_ids)
         agreeing += int((wanted.argmax(axis=1) == answer.token_ids).sum())
         total += len(answer.token_ids)
-        assert answer.text.strip()
-    assert agreeing >= 0.75 * total, f"{agreeing} of {total}"
+        assert QUESTIONS[question] in answer.text, answer.text
+    assert agreeing >= 0.97 * total, f"{agreeing} of {total}"

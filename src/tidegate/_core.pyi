@@ -220,7 +220,15 @@ class WeightFormat:
     def packed_bytes(self, n: int, k: int) -> int: ...
 
 class PackedMatrix:
-    def __init__(self, data: ByteArray, format: WeightFormat, n: int, k: int, bias: F32Array | None) -> None: ...
+    def __init__(
+        self,
+        data: ByteArray,
+        format: WeightFormat,
+        n: int,
+        k: int,
+        bias: F32Array | None,
+        wide_inputs: bool = False,
+    ) -> None: ...
 
 class Activation(Enum):
     silu = ...

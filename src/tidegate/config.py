@@ -107,6 +107,12 @@ class EngineOptions:
     )
     io_threads: int = _option("int", 2, "threads that read experts from disk", low=1, high=64)
     kv: str = _option("text", "f16", "format of the KV cache", choices=("f16", "f32"))
+    activations: str = _option(
+        "text",
+        "auto",
+        "precision in which dense integer weights take their inputs; auto: int16 for a model without experts, else int8",
+        choices=("auto", "int8", "int16"),
+    )
     policy: str = _option(
         "text", "decayed-lfu", "which expert is evicted", choices=("decayed-lfu", "lru", "lfu", "lfru")
     )

@@ -82,6 +82,7 @@ class KvLayout:
 class Linear:
     """A packed weight [n, k] in the arena (uint8, 64-byte aligned) with an optional float32 bias [n].
 
+    ``wide_inputs`` (integer formats): inputs are taken as int8 codes plus the int8 codes of what those leave, about 16 bits.
     Backends keep what they make of it under the object's identity, so make it once and keep it.
     """
 
@@ -91,6 +92,7 @@ class Linear:
     n: int
     k: int
     bias: F32Array | None = None
+    wide_inputs: bool = False
 
 
 @dataclass(frozen=True)

@@ -28,7 +28,7 @@ class LinearOps(Backend[Matrix]):
         known = self._packed.get(id(weight))
         if known is None:
             fmt = native_format(weight.fmt)
-            known = _core.PackedMatrix(weight.packed, fmt, weight.n, weight.k, weight.bias), weight
+            known = _core.PackedMatrix(weight.packed, fmt, weight.n, weight.k, weight.bias, weight.wide_inputs), weight
             self._packed[id(weight)] = known
         return known[0]
 

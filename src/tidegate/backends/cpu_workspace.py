@@ -30,12 +30,14 @@ class StepShape:
     logit_rows: int
     context_tokens: int
     threads: int
+    wide_inputs: bool = False
 
 
 class _Level:
     """A bump allocator that only counts."""
 
-    def __init__(self) -> None:
+    def __init__(self, wide_inputs: bool) -> None:
+        self._wide_inputs = wide_inputs
         self._now = self.peak_bytes = 0
 
     def bytes(self, count: int) -> None:
@@ -58,7 +60,16 @@ class _Level:
     def linear(self, fmt: Format, tokens: int, n: int, k: int) -> None:
         self.matrix(tokens, n)
         with self.scratch():
+            self.product(fmt, tokens, n, k)
+
+    def product(self, fmt: Format, tokens: int, n: int, k: int) -> None:
+        if not (self._wide_inputs and fmt.is_integer):
             self.prepared(fmt, tokens, k)
+            return
+        self.matrix(2 * tokens, n)
+        self.prepared(fmt, 2 * tokens, k)
+        self.prepared(fmt, tokens, k)
+        self.matrix(tokens, k)
 
     @contextmanager
     def scratch(self) -> Iterator[None]:
@@ -77,7 +88,7 @@ class _Counter:
         shape: StepShape,
     ) -> None:
         self._config, self._dense, self._layouts, self._kv, self._shape = config, dense, layouts, kv, shape
-        self._level = _Level()
+        self._level = _Level(shape.wide_inputs)
 
     def count(self) -> int:
         level, config, shape = self._level, self._config, self._shape
@@ -160,7 +171,7 @@ class _Counter:
         level.matrix(tokens, hidden)
         with level.scratch():
             level.linear(self._dense[prefix + gate_up], tokens, 2 * width, hidden)
-            level.prepared(self._dense[prefix + down], tokens, width)
+            level.product(self._dense[prefix + down], tokens, hidden, width)
 
     def _moe(self, prefix: str, layout: ExpertLayout) -> None:
         level, tokens, hidden, moe = self._level, self._shape.tokens, self._config.hidden_size, self._config.moe

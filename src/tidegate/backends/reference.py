@@ -84,7 +84,8 @@ class ReferenceBackend(Backend[F32Array]):
         return normalize(x, norm)
 
     def linear(self, x: F32Array, weight: Linear) -> F32Array:
-        out = self._matrix(weight).product(x)
+        matrix = self._matrix(weight)
+        out = matrix.wide_product(x) if weight.wide_inputs else matrix.product(x)
         return out if weight.bias is None else out + weight.bias
 
     def attend(self, qkv: F32Array, weights: AttentionWeights) -> F32Array:

@@ -43,6 +43,14 @@ class PackedMatrix:
         w_NK, x = self.values_NK[rows], x_TK.astype(np.float64)
         return np.array([w_NK @ row for row in x]).reshape(len(x), len(w_NK)).astype(np.float32)
 
+    def wide_product(self, x_TK: F32Array) -> F32Array:
+        """The product of the int8 codes of x plus the product of what they leave; float formats as in ``product``."""
+        if not self.fmt.is_integer:
+            return self.product(x_TK)
+        codes_TGg, scales_TG = quantize_activations(x_TK, self.fmt.group)
+        taken_TK = (codes_TGg.astype(np.float32) * scales_TG[:, :, None]).reshape(len(x_TK), -1)[:, : self.k]
+        return self.product(x_TK) + self.product(x_TK - taken_TK)
+
     def _integer_product(self, x_TK: F32Array, rows: slice) -> F32Array:
         """int8 activations, integer sums within a group, then one fused multiply-add a group, as formats.py says."""
         x_codes_TGg, x_scales_TG = quantize_activations(x_TK, self.fmt.group)

@@ -114,7 +114,8 @@ def build(store: ExpertStore, options: EngineOptions, reader: _core.BlockReader 
             cache = ExpertCache(plan.slots, plan.needs.num_experts, policy_factory(options.policy), loader)
             experts = Experts(cache, loader, store.layouts)
         tensors = DenseTensors(store, dense)
-        decoder = Decoder(config, model_weights(config, tensors, sizes.context_tokens), backend, experts)
+        weights = model_weights(config, tensors, sizes.context_tokens, wide_inputs=sizes.wide_inputs)
+        decoder = Decoder(config, weights, backend, experts)
         scheduler = Scheduler(
             KvCache(sizes.num_pages, sizes.kv.page_tokens),
             max_running=sizes.sequences,

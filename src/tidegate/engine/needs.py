@@ -37,6 +37,7 @@ class Sizes:
     prefill_chunk: int
     num_pages: int
     kv: KvLayout
+    wide_inputs: bool
 
     @property
     def step_tokens(self) -> int:
@@ -51,7 +52,8 @@ def sizes_of(config: ModelConfig, options: EngineOptions) -> Sizes:
         raise UsageError(f"--context {context}: the model was made for {config.max_positions} positions")
     kv = KvLayout.of(config.attention, config.rope, config.num_layers, options.kv)
     chunk = min(options.prefill_chunk, context)
-    return Sizes(context, options.sequences, chunk, options.sequences * -(-context // kv.page_tokens), kv)
+    wide = options.activations == "int16" or (options.activations == "auto" and config.moe is None)
+    return Sizes(context, options.sequences, chunk, options.sequences * -(-context // kv.page_tokens), kv, wide)
 
 
 def needs_of(store: ExpertStore, options: EngineOptions, process: ProcessMemory, threads: int) -> Needs:
@@ -124,12 +126,15 @@ def _conversions(store: ExpertStore, needs: Needs) -> list[WayOut]:
 
 def _workspace_bytes(store: ExpertStore, sizes: Sizes, threads: int) -> int:
     dense = {entry.name: entry.fmt for entry in store.dense.values() if entry.fmt is not None}
-    shape = StepShape(sizes.step_tokens, sizes.sequences, sizes.context_tokens, threads)
+    shape = StepShape(sizes.step_tokens, sizes.sequences, sizes.context_tokens, threads, sizes.wide_inputs)
     return workspace_bytes(store.config, dense, store.layouts, sizes.kv, shape)
 
 
 def scored_rows(config: ModelConfig, sizes: Sizes, workspace: int) -> int:
     """How many rows of logits a step can have, when every array of the layers is gone; at least one a sequence."""
     left = workspace - 4 * sizes.step_tokens * config.hidden_size
-    rows = left // (4 * (2 * config.hidden_size + config.vocab_size))
+    row = 2 * config.hidden_size + config.vocab_size
+    if sizes.wide_inputs:
+        row += 2 * (config.hidden_size + config.vocab_size)
+    rows = left // (4 * row)
     return max(sizes.sequences, min(rows, sizes.prefill_chunk))

@@ -82,14 +82,17 @@ class ModelWeights:
     head: Linear
 
 
-def model_weights(config: ModelConfig, tensors: DenseTensors, context_tokens: int) -> ModelWeights:
-    """Every dense weight of the model. ``context_tokens``: the longest sequence it will serve (see rope_table)."""
-    return _Builder(config, tensors, rope_table(config.rope, context_tokens)).build()
+def model_weights(
+    config: ModelConfig, tensors: DenseTensors, context_tokens: int, *, wide_inputs: bool = False
+) -> ModelWeights:
+    """Every dense weight of the model. ``context_tokens``: the longest sequence it will serve (see rope_table);
+    ``wide_inputs``: as in Linear, for all of them."""
+    return _Builder(config, tensors, rope_table(config.rope, context_tokens), wide_inputs).build()
 
 
 class _Builder:
-    def __init__(self, config: ModelConfig, tensors: DenseTensors, rope: Rope) -> None:
-        self._config, self._tensors, self._rope = config, tensors, rope
+    def __init__(self, config: ModelConfig, tensors: DenseTensors, rope: Rope, wide_inputs: bool) -> None:
+        self._config, self._tensors, self._rope, self._wide_inputs = config, tensors, rope, wide_inputs
 
     def build(self) -> ModelWeights:
         config = self._config
@@ -186,7 +189,8 @@ class _Builder:
     def _linear(self, name: str, n: int, k: int, bias: str | None = None) -> Linear:
         packed, fmt = self._tensors.matrix(name)
         assert packed.size == fmt.packed_bytes(n, k), (name, packed.size, fmt, n, k)
-        return Linear(name, packed, fmt, n, k, None if bias is None else self._tensors.plain(bias))
+        values = None if bias is None else self._tensors.plain(bias)
+        return Linear(name, packed, fmt, n, k, values, self._wide_inputs)
 
     def _norm(self, name: str) -> Norm:
         """One of the norms on the residual stream."""
