@@ -103,7 +103,7 @@ def _brute_force(name: str, capacity: int, events: list[list[int]]) -> int:
     return hits
 
 
-@pytest.mark.parametrize("name", POLICIES)
+@pytest.mark.parametrize("name", ["decayed-lfu", "lru", "lfu", "lfru"])
 @pytest.mark.parametrize("capacity", [4, 6, 8])
 def test_hits_equal_a_brute_force_replay(name, capacity):
     rng = random.Random(capacity)

@@ -41,7 +41,7 @@ def family(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
 draws = st.fixed_dictionaries(
     {
         "slots_ratio": st.floats(0, 1),
-        "policy": st.sampled_from(["decayed-lfu", "lru", "lfu", "lfru"]),
+        "policy": st.sampled_from(["decayed-lfu", "lru", "lfu", "lfru", "resident-set"]),
         "threads": st.integers(1, 4),
         "io_threads": st.integers(1, 6),
         "prefill_chunk": st.integers(1, 70),

@@ -114,7 +114,7 @@ class EngineOptions:
         choices=("auto", "int8", "int16"),
     )
     policy: str = _option(
-        "text", "decayed-lfu", "which expert is evicted", choices=("decayed-lfu", "lru", "lfu", "lfru")
+        "text", "decayed-lfu", "which expert is evicted", choices=("decayed-lfu", "lru", "lfu", "lfru", "resident-set")
     )
     experts: str | None = _option(
         "text", None, "format of routed experts, when converting; default: auto", choices=EXPERT_KINDS

@@ -100,8 +100,72 @@ class DecayedLfu(ScoredPolicy):
         return self._heat[expert] / self._weight
 
 
+class ResidentSet(DecayedLfu):
+    """Decayed LFU for one half of the slots; the other half is kept for experts that are hot and stay hot.
+
+    Every 64 accesses each expert's share of them updates a running mean, variance and covariance with the window before (weight
+    1/8). The score is mean * (1 + autocorrelation) / 2; the best are pinned until the next evaluation. They are
+    not loaded for that, only kept. The slots of the layer are learned from how many experts were resident at once.
+    """
+
+    every, share, weight = 64, 0.5, 0.125
+
+    def __init__(self, num_experts: int) -> None:
+        super().__init__(num_experts)
+        self._window = [0] * num_experts
+        self._mean = [0.0] * num_experts
+        self._variance = [0.0] * num_experts
+        self._covariance = [0.0] * num_experts
+        self._deviation = [0.0] * num_experts
+        self._num_resident = self._capacity = self._windows = 0
+        self._kept: frozenset[int] = frozenset()
+
+    def on_access(self, experts: Sequence[int]) -> None:
+        super().on_access(experts)
+        if self._now % self.every == 0:
+            self._evaluate()
+
+    def _count(self, expert: int) -> None:
+        super()._count(expert)
+        self._window[expert] += 1
+
+    def on_insert(self, expert: int) -> None:
+        self._num_resident += 1
+        self._capacity = max(self._capacity, self._num_resident)
+
+    def on_evict(self, expert: int) -> None:
+        self._num_resident -= 1
+
+    def value(self, expert: int) -> float:
+        return super().value(expert) + (_KEPT if expert in self._kept else 0.0)
+
+    def victim(self, candidates: Sequence[int]) -> int:
+        others = [expert for expert in candidates if expert not in self._kept]
+        return super().victim(others or candidates)
+
+    def _evaluate(self) -> None:
+        score = []
+        for expert, uses in enumerate(self._window):
+            use = uses / self.every
+            if not self._windows:
+                self._mean[expert] = use
+            deviation = use - self._mean[expert]
+            self._mean[expert] += self.weight * deviation
+            self._variance[expert] += self.weight * (deviation * deviation - self._variance[expert])
+            pair = deviation * self._deviation[expert]
+            self._covariance[expert] += self.weight * (pair - self._covariance[expert])
+            self._deviation[expert] = deviation
+            spread = self._variance[expert]
+            steadiness = min(1.0, max(0.0, self._covariance[expert] / spread)) if spread else 1.0
+            score.append((-self._mean[expert] * (1 + steadiness) / 2, expert))
+        self._kept = frozenset(expert for _, expert in sorted(score)[: int(self.share * self._capacity)])
+        self._windows += 1
+        self._window = [0] * len(self._window)
+
+
+_KEPT = 1e9  # above any decayed count
 PolicyFactory = Callable[[int], Policy]
-POLICIES: dict[str, PolicyFactory] = {"decayed-lfu": DecayedLfu, "lru": Lru, "lfu": Lfu, "lfru": Lfru}
+POLICIES: dict[str, PolicyFactory] = {"decayed-lfu": DecayedLfu, "lru": Lru, "lfu": Lfu, "lfru": Lfru, "resident-set": ResidentSet}
 DEFAULT_POLICY = "decayed-lfu"
 
 
