@@ -165,7 +165,13 @@ class ResidentSet(DecayedLfu):
 
 _KEPT = 1e9  # above any decayed count
 PolicyFactory = Callable[[int], Policy]
-POLICIES: dict[str, PolicyFactory] = {"decayed-lfu": DecayedLfu, "lru": Lru, "lfu": Lfu, "lfru": Lfru, "resident-set": ResidentSet}
+POLICIES: dict[str, PolicyFactory] = {
+    "decayed-lfu": DecayedLfu,
+    "lru": Lru,
+    "lfu": Lfu,
+    "lfru": Lfru,
+    "resident-set": ResidentSet,
+}
 DEFAULT_POLICY = "decayed-lfu"
 
 
