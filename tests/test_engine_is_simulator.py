@@ -42,7 +42,7 @@ def test_demand_counts_equal_the_live_engines(store: Path, tmp_path: Path, polic
                 model.generate(prompts, max_tokens=12, ignore_eos=True, temperature=1.0)
             live, slots = model.stats(), model.plan.slots
         reader = TraceReader(path)
-        counters = replay(reader, slots, reader.meta.num_experts, policy_factory(policy))
+        counters = replay(reader, slots, reader.meta.num_experts, policy_factory(policy), share=True)
         for name in ("demand_hits", "misses", "evictions", "prefetch_hits"):
             assert getattr(counters, name) == live[name], (name, index)
         assert reader.meta.expert_bytes == needs.slot_bytes and reader.meta.fixed_bytes > 0
@@ -95,7 +95,7 @@ def test_the_commands_record_and_import(store: Path, tmp_path: Path) -> None:
     done = _tidegate("run", store, "hello", "--max-tokens", 5, "--ignore-eos", "--json", "--trace", out, *flags)
     live, reader = json.loads(done.stdout), TraceReader(out)
     counters = replay(
-        reader, live["plan"]["slots_per_layer"], reader.meta.num_experts, policy_factory("decayed-lfu")
+        reader, live["plan"]["slots_per_layer"], reader.meta.num_experts, policy_factory("decayed-lfu"), share=True
     )
     assert (counters.demand_hits, counters.misses) == (live["demand_hits"], live["misses"])
 

@@ -111,7 +111,8 @@ def build(store: ExpertStore, options: EngineOptions, reader: _core.BlockReader 
         if plan.slots:
             loader = _loader(store, plan, slots, options, reader)
             resources.callback(loader.close)
-            cache = ExpertCache(plan.slots, plan.needs.num_experts, policy_factory(options.policy), loader)
+            make_policy = policy_factory(options.policy)
+            cache = ExpertCache(plan.slots, plan.needs.num_experts, make_policy, loader, share=True)
             experts = Experts(cache, loader, store.layouts)
         tensors = DenseTensors(store, dense)
         weights = model_weights(config, tensors, sizes.context_tokens, wide_inputs=sizes.wide_inputs)

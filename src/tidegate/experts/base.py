@@ -76,6 +76,11 @@ class Policy(ABC):
     def value(self, expert: int) -> float:
         """Expected use, comparable within the layer: a higher one stays. Prefetch never evicts a higher value."""
 
+    @abstractmethod
+    def ranks(self, experts: Sequence[int]) -> list[int]:
+        """For each of ``experts`` how many would be kept before it, resident or not: with that many slots it would not be
+        here. The number of experts for one that was never used."""
+
 
 @dataclass
 class CacheCounters:

@@ -1,8 +1,8 @@
 """ExpertCache: which expert is in which slot. Plain integers; the engine and the simulator run this very class.
 
-Every layer owns a fixed number of slots, so a sweep over the layers cannot turn one pool into a cyclic scan. What a
-step needs of a layer is one atomic event: ``visit`` reports it to the policy once, pins what is there, loads what is
-not, and never evicts an expert that the same visit still needs.
+Every layer owns its slots, so a sweep over the layers cannot turn one pool into a cyclic scan; between steps slots may move
+to layers that gain more from them. What a step needs of a layer is one atomic event: ``visit`` reports it to the policy,
+pins what is there, loads what is not, and never evicts an expert that the same visit still needs.
 """
 
 from __future__ import annotations
@@ -11,6 +11,10 @@ from collections.abc import Collection, Generator, Sequence
 
 from tidegate.experts.base import CacheCounters, ExpertKey, Loader, Placement
 from tidegate.experts.policy import PolicyFactory
+from tidegate.experts.shares import SlotShares
+
+# A step of more tokens than PROMPT_TOKENS is a prompt as a rule; its latest ones count as if they had come one by one.
+PROMPT_TOKENS, LATEST_TOKENS = 16, 128
 
 
 class _Layer:
@@ -26,9 +30,18 @@ class _Layer:
 
 
 class ExpertCache:
-    """``capacities[l]`` slots serve MoE layer l; slots are numbered through. ``loader`` brings the bytes (or charges time)."""
+    """``capacities[l]`` slots serve MoE layer l; slots are numbered through. ``loader`` brings the bytes (or charges time).
+    With ``share`` the capacities are only how it starts."""
 
-    def __init__(self, capacities: Sequence[int], num_experts: int, make_policy: PolicyFactory, loader: Loader) -> None:
+    def __init__(
+        self,
+        capacities: Sequence[int],
+        num_experts: int,
+        make_policy: PolicyFactory,
+        loader: Loader,
+        *,
+        share: bool = False,
+    ) -> None:
         assert all(1 <= capacity <= num_experts for capacity in capacities), capacities
         self.counters = CacheCounters()
         self.num_experts = num_experts
@@ -38,6 +51,8 @@ class ExpertCache:
         for capacity in capacities:
             self._layers.append(_Layer(range(first, first + capacity), num_experts, make_policy))
             first += capacity
+        scarce = min(capacities, default=num_experts) < num_experts
+        self._shares = SlotShares(len(capacities), num_experts) if share and scarce else None
 
     def capacity(self, layer: int) -> int:
         """Slots of the layer."""
@@ -47,16 +62,21 @@ class ExpertCache:
         """Experts that have a slot, loading ones included."""
         return frozenset(self._layers[layer].slot_of)
 
-    def visit(self, layer: int, needed: Sequence[int]) -> Generator[Placement, None, None]:
+    def visit(
+        self, layer: int, needed: Sequence[int], rows: Sequence[Sequence[int]] = ()
+    ) -> Generator[Placement, None, None]:
         """All of ``needed`` (distinct ids), once each, in placements that are pinned while the caller holds them.
 
         A placement is released when the iterator advances or closes. When everything fits there is one placement.
-        Otherwise the residents come first, then the rest in file order in groups of half the layer's slots, each
-        group loading while the one before it computes. An abandoned or failed visit leaves no pin and no expert
-        whose load did not finish.
+        Otherwise the residents come first, then the rest in groups of half the layer's slots, each group loading while
+        the one before it computes, experts of least value first, so that the others stay. An abandoned or failed visit
+        leaves no pin and no expert whose load did not finish. ``rows``: what each token of the step chose, in order;
+        without it the step is one access, however many tokens it had.
         """
         book = self._layers[layer]
-        book.policy.on_access(needed)
+        if layer == 0 and self._shares and self._shares.is_due:
+            self._move_slots(self._shares.deal([one.capacity for one in self._layers]))
+        self._access(layer, needed, rows)
         hits = [expert for expert in needed if expert in book.slot_of]
         misses = sorted(expert for expert in needed if expert not in book.slot_of)
         self._count(book, hits, misses)
@@ -65,7 +85,8 @@ class ExpertCache:
         else:
             half = max(1, book.capacity // 2)
             groups = [hits] if hits else []
-            groups += [misses[start : start + half] for start in range(0, len(misses), half)]
+            misses.sort(key=book.policy.value)
+            groups += [sorted(misses[start : start + half]) for start in range(0, len(misses), half)]
         held: list[list[int]] = []
         try:
             for index, group in enumerate(groups):
@@ -119,6 +140,38 @@ class ExpertCache:
             seen.update(slots)
             assert book.pinned <= book.slot_of.keys(), "a pinned expert is not resident"
             assert book.unused_prefetch <= book.slot_of.keys()
+
+    def _access(self, layer: int, needed: Sequence[int], rows: Sequence[Sequence[int]]) -> None:
+        """Tell the policy, and the shares what the policy would have thought of it."""
+        policy, latest = self._layers[layer].policy, [needed]
+        capacity = self._layers[layer].capacity
+        if len(rows) > PROMPT_TOKENS:
+            latest = list(rows[-LATEST_TOKENS:])
+            earlier = set(needed).difference(*latest)
+            if earlier:
+                policy.on_access(sorted(earlier))
+        for experts in latest:
+            if self._shares and len(experts) <= capacity and self._shares.wants(layer):
+                self._shares.observe(layer, policy.ranks(experts))
+            policy.on_access(experts)
+
+    def _move_slots(self, capacities: Sequence[int]) -> None:
+        """Take slots from the layers that have too many, their least valuable experts with them, and give them to the others.
+        Pinned experts stay, and whoever should have had their slots goes without."""
+        spare: list[int] = []
+        for book, capacity in zip(self._layers, capacities, strict=True):
+            while book.capacity > capacity:
+                if not book.free:
+                    candidates = [one for one in book.slot_of if one not in book.pinned]
+                    if not candidates:
+                        break
+                    self._evict(book, book.policy.victim(candidates))
+                spare.append(book.free.pop())
+                book.capacity -= 1
+        for book, capacity in zip(self._layers, capacities, strict=True):
+            while spare and book.capacity < capacity:
+                book.free.append(spare.pop())
+                book.capacity += 1
 
     def _count(self, book: _Layer, hits: Sequence[int], misses: Sequence[int]) -> None:
         prefetched = [expert for expert in hits if expert in book.unused_prefetch] if book.unused_prefetch else ()

@@ -7,6 +7,7 @@ used least recently, then to the lower id, so that equal histories give equal vi
 from __future__ import annotations
 
 from abc import abstractmethod
+from bisect import bisect_right
 from collections.abc import Callable, Sequence
 
 from tidegate.errors import UsageError
@@ -39,7 +40,21 @@ class ScoredPolicy(Policy):
         pass
 
     def victim(self, candidates: Sequence[int]) -> int:
-        return min(candidates, key=lambda expert: (self.value(expert), self._last_use[expert], expert))
+        scores = self._scores()
+        lowest = min(map(scores.__getitem__, candidates))
+        tied = [expert for expert in candidates if scores[expert] == lowest]
+        return tied[0] if len(tied) == 1 else min(tied, key=lambda expert: (self._last_use[expert], expert))
+
+    def ranks(self, experts: Sequence[int]) -> list[int]:
+        scores = self._scores()
+        order, size = sorted(scores), len(scores)
+        return [
+            size - bisect_right(order, scores[expert]) if self._last_use[expert] >= 0 else size for expert in experts
+        ]
+
+    @abstractmethod
+    def _scores(self) -> Sequence[float]:
+        """Numbers in the order of ``value``, by expert."""
 
 
 class Lru(ScoredPolicy):
@@ -50,6 +65,9 @@ class Lru(ScoredPolicy):
 
     def value(self, expert: int) -> float:
         return float(self._last_use[expert])
+
+    def _scores(self) -> Sequence[float]:
+        return self._last_use
 
 
 class Lfu(ScoredPolicy):
@@ -65,12 +83,18 @@ class Lfu(ScoredPolicy):
     def value(self, expert: int) -> float:
         return float(self._uses[expert])
 
+    def _scores(self) -> Sequence[float]:
+        return self._uses
+
 
 class Lfru(Lfu):
     """Frequency over age: uses divided by accesses since the last use."""
 
     def value(self, expert: int) -> float:
         return self._uses[expert] / (self._now - self._last_use[expert] + 1)
+
+    def _scores(self) -> Sequence[float]:
+        return [self.value(expert) for expert in range(len(self._uses))]
 
 
 class DecayedLfu(ScoredPolicy):
@@ -98,6 +122,9 @@ class DecayedLfu(ScoredPolicy):
 
     def value(self, expert: int) -> float:
         return self._heat[expert] / self._weight
+
+    def _scores(self) -> Sequence[float]:
+        return self._heat
 
 
 class ResidentSet(DecayedLfu):

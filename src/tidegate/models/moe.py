@@ -58,8 +58,9 @@ class MoeBlock(Generic[A]):
         if experts.trace is not None:
             experts.trace.record(routing.topk_expert_ids_TK, routing.topk_weights_TK)
 
-        needed = sorted(set(routing.topk_expert_ids_TK.ravel().tolist()))
-        placements = experts.cache.visit(weights.layer, needed)
+        rows = routing.topk_expert_ids_TK.tolist()
+        needed = sorted(set().union(*rows))
+        placements = experts.cache.visit(weights.layer, needed, rows)
         try:
             first = next(placements)  # the loads are on their way from here on
             shared = self._shared(x)

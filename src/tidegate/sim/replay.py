@@ -83,12 +83,17 @@ def needed(experts_TLK: Array) -> list[list[int]]:
 
 
 def replay(
-    chunks: Iterable[TraceChunk], capacities: Sequence[int], num_experts: int, make_policy: PolicyFactory
+    chunks: Iterable[TraceChunk],
+    capacities: Sequence[int],
+    num_experts: int,
+    make_policy: PolicyFactory,
+    *,
+    share: bool = False,
 ) -> CacheCounters:
-    """Hits and misses of a whole trace with ``capacities[l]`` slots in layer l."""
-    cache = ExpertCache(capacities, num_experts, make_policy, InstantLoader())
-    for layers in steps(chunks):
-        for layer, experts in enumerate(layers):
-            for _ in cache.visit(layer, experts):
+    """Hits and misses of a whole trace with ``capacities[l]`` slots in layer l, shared anew now and then if ``share``."""
+    cache = ExpertCache(capacities, num_experts, make_policy, InstantLoader(), share=share)
+    for step in whole_steps(chunks):
+        for layer, experts in enumerate(step.needed_L):
+            for _ in cache.visit(layer, experts, step.experts_TLK[:, layer].tolist()):
                 pass
     return cache.counters

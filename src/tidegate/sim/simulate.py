@@ -85,11 +85,13 @@ def simulate(
     profile: Profile,
     predictor: Predictor | None = None,
     prefetch: PrefetchOptions | None = None,
+    *,
+    share: bool = False,
 ) -> Outcome:
-    """Run all steps with ``capacities[l]`` slots in layer l and caches that start empty. Without a predictor there are demand
-    loads only."""
+    """Run all steps with ``capacities[l]`` slots in layer l, which is only how it starts with ``share``, and caches that are
+    empty at first. Without a predictor there are demand loads only."""
     loader = ClockLoader(sum(capacities), profile.expert_bytes, profile.bandwidth_bytes_per_s, profile.latency_s)
-    cache = ExpertCache(capacities, num_experts, make_policy, loader)
+    cache = ExpertCache(capacities, num_experts, make_policy, loader, share=share)
     prefetcher = Prefetcher(cache, predictor, prefetch or PrefetchOptions()) if predictor is not None else None
     outcome = Outcome(counters=cache.counters)
     layers = range(len(capacities))
@@ -118,7 +120,7 @@ def _visit(
 ) -> None:  # fmt: skip
     """One layer's experts: compute each when it is there; look ahead once the layer's own loads are queued."""
     expert_s = profile.expert_s
-    for placement in cache.visit(layer, step.needed_L[layer]):
+    for placement in cache.visit(layer, step.needed_L[layer], step.experts_TLK[:, layer].tolist()):
         if prefetcher is not None:
             before = prefetcher.predictions
             prefetcher.after_route(layer, step.experts_TLK[:, layer])
