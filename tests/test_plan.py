@@ -39,6 +39,13 @@ def test_one_byte_under_the_smallest_is_refused(needs: Needs) -> None:
     assert "too small by 1 B" in str(caught.value) and f"{needs.smallest_bytes:,}" in str(caught.value)
 
 
+def test_a_start_that_used_more_than_the_budget_is_refused_in_other_words() -> None:
+    needs = Needs(50 << 20, 0, 0, 0, 0, 0, 4096, 1, 4, 2, start_peak_bytes=90 << 20)
+    assert make_plan(90 << 20, needs).slots == (4,)
+    with pytest.raises(BudgetTooSmall, match="run again"):
+        make_plan((90 << 20) - 1, needs)
+
+
 def test_largest_useful_budget_holds_everything() -> None:
     needs = Needs(50 << 20, 1 << 20, 7 << 20, 3 << 20, 1 << 20, 0, 9 << 12, 5, 16, 2)
     assert make_plan(needs.largest_useful_bytes, needs).resident_ratio == 1

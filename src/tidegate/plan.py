@@ -59,7 +59,12 @@ class Needs:
 
     @property
     def smallest_bytes(self) -> int:
-        return max(self.budget_for(self.num_layers * self.min_slots), self.start_peak_bytes)
+        return max(self.smallest_to_run_bytes, self.start_peak_bytes)
+
+    @property
+    def smallest_to_run_bytes(self) -> int:
+        """Without regard to what the start has used already."""
+        return self.budget_for(self.num_layers * self.min_slots)
 
     @property
     def largest_useful_bytes(self) -> int:
@@ -155,6 +160,8 @@ def spread(num_slots: int, needs: Needs) -> tuple[int, ...]:
 
 
 def _hint(budget_bytes: int, needs: Needs, ways_out: Sequence[WayOut]) -> str:
+    if budget_bytes >= needs.smallest_to_run_bytes:
+        return "the start used that much already; if it converted a checkpoint, run again: that is done once"
     useful = sorted(
         (way for way in ways_out if way.smallest_bytes < needs.smallest_bytes), key=lambda w: w.smallest_bytes
     )
