@@ -1,6 +1,6 @@
 """GGUF: how fast a header with a large vocabulary is read, and how fast blocks become floats or our codes.
 
-    python benchmarks/gguf.py [FILE]
+    python benchmarks/gguf_header.py [FILE]
 
 Without FILE a header like a large model's is made up: 150,000 tokens and merges, 1,000 tensors. The last line is one JSON
 object; rates are millions of weights a second on one core.
