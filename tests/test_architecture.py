@@ -16,6 +16,7 @@ LEVELS = [
     {"models", "sim"},
     {"plan", "checkpoint.convert", "hardware"},
     {"engine"},
+    {"planner"},
     {"server", "train", "parallel"},
     {"cli", "__main__"},
 ]

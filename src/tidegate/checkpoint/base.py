@@ -68,6 +68,11 @@ class Checkpoint(ABC):
         """Rows ``start:stop`` as codes, scales and minima of ``native_format(name)``. Errors as in read_raw."""
         raise NotImplementedError(f"{name} has no native format")
 
+    def stored_bytes(self, name: str) -> int:
+        """Size on disk of a tensor and of what belongs to it alone (FP8's block scales); over all tensors they add up to
+        the sizes in the headers."""
+        return self.tensors[name].nbytes
+
     @abstractmethod
     def tokenizer_json(self) -> str | None:
         """A `tokenizers` JSON document, taken from the folder or built from GGUF metadata; None if there is none."""

@@ -36,8 +36,13 @@ class HfCheckpoint(Checkpoint):
     def __init__(self, path: Path | str) -> None:
         """Raises CheckpointError and its kinds: no config, no safetensors, a shard missing or truncated, a tensor named
         by the index and found nowhere, weights quantized in a way that is not supported."""
-        self.path = Path(path)
-        self.config = read_json(self.path / "config.json")
+        self._describe(Path(path), read_json(Path(path) / "config.json"))
+        self._read_shards()
+        self.tensors = self._logical_tensors()
+
+    def _describe(self, path: Path, config: dict[str, Any]) -> None:
+        """Everything but the tensors."""
+        self.path, self.config = path, config
         quantization = self.config.get("quantization_config") or {}
         if quantization.get("quant_method") not in (None, *_QUANT_METHODS):
             raise CheckpointError(
@@ -48,8 +53,6 @@ class HfCheckpoint(Checkpoint):
         self._scale_block = (int(block[0]), int(block[1]))
         self._files: dict[Path, InputFile] = {}
         self._on_disk: dict[str, TensorInfo] = {}
-        self._read_shards()
-        self.tensors = self._logical_tensors()
 
     def read_raw(self, name: str, start: int = 0, stop: int | None = None) -> ByteArray:
         """As in Checkpoint. The halves of an MXFP4 tensor are read under their own names, ``X_blocks`` and ``X_scales``."""
@@ -69,6 +72,10 @@ class HfCheckpoint(Checkpoint):
         if info.dtype in ("F8_E4M3", "F8_E5M2"):
             w_NK *= self._fp8_scales(info, start, stop)
         return w_NK
+
+    def stored_bytes(self, name: str) -> int:
+        scales = self._on_disk.get(f"{name}_scale_inv")
+        return self._info(name, self.tensors).nbytes + (scales.nbytes if scales else 0)
 
     def native_format(self, name: str) -> Format | None:
         return _MXFP4 if self._info(name, self.tensors).dtype == "MXFP4" else None

@@ -26,6 +26,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from math import prod
 
 from tidegate.model_config import ModelConfig
 
@@ -70,6 +71,19 @@ def dense_tensors(config: ModelConfig) -> list[DenseTensor]:
     if config.has_head_bias:
         plain("head_bias", config.vocab_size)
     return out
+
+
+def count_parameters(config: ModelConfig) -> tuple[int, int]:
+    """All weights, and those that one token uses (its chosen experts and everything dense)."""
+    dense = sum(prod(tensor.shape) for tensor in dense_tensors(config))
+    moe = config.moe
+    if moe is None:
+        return dense, dense
+    each = 3 * moe.expert_dim * config.hidden_size
+    if moe.has_expert_bias:
+        each += 2 * moe.expert_dim + config.hidden_size
+    layers = config.num_moe_layers
+    return dense + layers * moe.num_experts * each, dense + layers * moe.num_experts_per_tok * each
 
 
 def _grouped_attention(config: ModelConfig, prefix: str, matrix: AddMatrix, plain: AddPlain) -> None:

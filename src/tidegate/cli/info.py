@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from math import prod
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
 from tidegate.checkpoint.base import Checkpoint
-from tidegate.checkpoint.inventory import dense_tensors
+from tidegate.checkpoint.inventory import count_parameters, dense_tensors
 from tidegate.checkpoint.open import detect, open_checkpoint
 from tidegate.checkpoint.store import ExpertStore
 from tidegate.cli.progress import ByteProgress
@@ -83,19 +82,6 @@ def store_facts(store: ExpertStore) -> dict[str, Any]:
     facts |= {"formats_bytes": dict(formats.most_common()), **_text_facts(store)}
     blobs = sorted({layout.blob_bytes for layout in store.layouts})
     return facts | {"expert_blob_bytes": blobs, "source": store.manifest.source["name"]}
-
-
-def count_parameters(config: ModelConfig) -> tuple[int, int]:
-    """All weights, and those that one token uses (its chosen experts and everything dense)."""
-    dense = sum(prod(tensor.shape) for tensor in dense_tensors(config))
-    moe = config.moe
-    if moe is None:
-        return dense, dense
-    each = 3 * moe.expert_dim * config.hidden_size
-    if moe.has_expert_bias:
-        each += 2 * moe.expert_dim + config.hidden_size
-    layers = config.num_moe_layers
-    return dense + layers * moe.num_experts * each, dense + layers * moe.num_experts_per_tok * each
 
 
 def _model_facts(config: ModelConfig) -> dict[str, Any]:

@@ -5,12 +5,13 @@ T tokens of a step, R rows whose logits are wanted.
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Protocol
 
 from tidegate.backends.base import KvLayout
 from tidegate.backends.cpu_workspace import StepShape, workspace_bytes
-from tidegate.checkpoint.manifest import lay_out
-from tidegate.checkpoint.store import ExpertStore
+from tidegate.checkpoint.manifest import ALIGNMENT, DenseEntry, lay_out
 from tidegate.config import EngineOptions
 from tidegate.errors import UsageError
 from tidegate.memory.arena import PAGE_BYTES
@@ -18,6 +19,7 @@ from tidegate.memory.probe import ProcessMemory
 from tidegate.model_config import ModelConfig
 from tidegate.plan import Needs, WayOut
 from tidegate.quant.formats import Format
+from tidegate.quant.layout import ExpertLayout
 from tidegate.units import align_up
 
 DEFAULT_CONTEXT_TOKENS = 4096
@@ -26,6 +28,19 @@ SMALLEST_CONTEXT_TOKENS, SMALLEST_CHUNK_TOKENS = 256, 16  # that a message propo
 GROWTH_BYTES, THREAD_BYTES = 7 << 18, 64 << 10
 # What the sampler holds of one row of logits at its peak; Python objects of one layer, and of one token of a sequence.
 SAMPLER_BYTES_PER_LOGIT, OBJECT_BYTES_PER_LAYER, OBJECT_BYTES_PER_TOKEN = 16, 16 << 10, 48
+
+
+class PackedModel(Protocol):
+    """A store, or what a conversion would write."""
+
+    @property
+    def config(self) -> ModelConfig: ...
+    @property
+    def dense(self) -> Mapping[str, DenseEntry]: ...
+    @property
+    def dense_bytes(self) -> int: ...
+    @property
+    def layouts(self) -> Sequence[ExpertLayout]: ...
 
 
 @dataclass(frozen=True)
@@ -56,7 +71,7 @@ def sizes_of(config: ModelConfig, options: EngineOptions) -> Sizes:
     return Sizes(context, options.sequences, chunk, options.sequences * -(-context // kv.page_tokens), kv, wide)
 
 
-def needs_of(store: ExpertStore, options: EngineOptions, process: ProcessMemory, threads: int) -> Needs:
+def needs_of(store: PackedModel, options: EngineOptions, process: ProcessMemory, threads: int) -> Needs:
     """``process``: a measurement after everything that is loaded before the arena; ``threads``: those that compute."""
     config, moe = store.config, store.config.moe
     sizes = sizes_of(config, options)
@@ -78,24 +93,68 @@ def needs_of(store: ExpertStore, options: EngineOptions, process: ProcessMemory,
     )
 
 
+@dataclass(frozen=True)
+class Alternative:
+    """Another way to run the same model: a flag, and what it makes of the model and the options."""
+
+    flag: str
+    model: PackedModel
+    options: EngineOptions
+
+
 def ways_out(
-    store: ExpertStore, options: EngineOptions, process: ProcessMemory, threads: int, budget_bytes: int
+    store: PackedModel, options: EngineOptions, process: ProcessMemory, threads: int, budget_bytes: int
 ) -> list[WayOut]:
     """Flags that would lower the smallest budget, each alone: as little of it as makes the model fit."""
-    sizes = sizes_of(store.config, options)
+    found = alternatives(store, options, process, threads, budget_bytes)
+    return [WayOut(way.flag, needs_of(way.model, way.options, process, threads).smallest_bytes) for way in found]
+
+
+def alternatives(
+    model: PackedModel, options: EngineOptions, process: ProcessMemory, threads: int, budget_bytes: int
+) -> list[Alternative]:
+    """One for every flag that can save memory: as little of it as makes the model fit, or as much as can be."""
+    sizes = sizes_of(model.config, options)
     contexts = _halvings(sizes.context_tokens, SMALLEST_CONTEXT_TOKENS)
     chunks = _halvings(sizes.prefill_chunk, SMALLEST_CHUNK_TOKENS)
     families = [
-        [(f"--context {n}", replace(options, context=n)) for n in contexts],
-        [(f"--prefill-chunk {n}", replace(options, prefill_chunk=n)) for n in chunks],
-        [("--sequences 1", replace(options, sequences=1))],
-        [("--kv f16", replace(options, kv="f16"))],
+        [Alternative(f"--context {n}", model, replace(options, context=n)) for n in contexts],
+        [Alternative(f"--prefill-chunk {n}", model, replace(options, prefill_chunk=n)) for n in chunks],
+        [Alternative("--sequences 1", model, replace(options, sequences=1))],
+        [Alternative("--kv f16", model, replace(options, kv="f16"))],
     ]
-    ways = []
+    out = []
     for family in families:
-        tried = [WayOut(flag, needs_of(store, changed, process, threads).smallest_bytes) for flag, changed in family]
-        ways += [next((way for way in tried if way.smallest_bytes <= budget_bytes), tried[-1])] if tried else []
-    return ways + _conversions(store, needs_of(store, options, process, threads))
+        tried = [way for way in family if way.options != options]
+        fits = (w for w in tried if needs_of(w.model, w.options, process, threads).smallest_bytes <= budget_bytes)
+        out += [next(fits, tried[-1])] if tried else []
+    int4 = Format("int4", 32)
+    if model.layouts:
+        out.append(Alternative("--experts int4 (when converting)", Repacked.of(model, experts=int4), options))
+    return [*out, Alternative("--dense int4 (when converting)", Repacked.of(model, dense=int4), options)]
+
+
+@dataclass(frozen=True)
+class Repacked:
+    """A PackedModel in other formats, without looking at the source."""
+
+    config: ModelConfig
+    dense: Mapping[str, DenseEntry]
+    dense_bytes: int
+    layouts: tuple[ExpertLayout, ...]
+
+    @staticmethod
+    def of(model: PackedModel, *, experts: Format | None = None, dense: Format | None = None) -> Repacked:
+        """None keeps what there is."""
+        own = {entry.name: entry.fmt for entry in model.dense.values() if entry.fmt is not None}
+        entries, layers = lay_out(
+            model.config,
+            dict.fromkeys(own, dense) if dense else own,
+            [(experts or layout.fmt, experts or layout.down_fmt) for layout in model.layouts],
+        )
+        dense_bytes = align_up(entries[-1].offset + entries[-1].nbytes, ALIGNMENT)
+        layouts = tuple(layer.layout for layer in layers)
+        return Repacked(model.config, {entry.name: entry for entry in entries}, dense_bytes, layouts)
 
 
 def _halvings(start: int, floor: int) -> list[int]:
@@ -107,24 +166,7 @@ def _halvings(start: int, floor: int) -> list[int]:
     return out
 
 
-def _conversions(store: ExpertStore, needs: Needs) -> list[WayOut]:
-    """What fewer bits would do, without looking at the source."""
-    layers = store.manifest.layers
-    dense = {entry.name: entry.fmt for entry in store.dense.values() if entry.fmt is not None}
-    own = [(layer.layout.fmt, layer.layout.down_fmt) for layer in layers]
-    int4 = Format("int4", 32)
-    ways = []
-    if layers:
-        _, small = lay_out(store.config, dense, [(int4, int4)] * len(layers))
-        slot_bytes = max(layer.layout.blob_bytes for layer in small)
-        ways.append(("--experts int4", replace(needs, slot_bytes=slot_bytes)))
-    entries, _ = lay_out(store.config, dict.fromkeys(dense, int4), own)
-    dense_bytes = align_up(entries[-1].offset + entries[-1].nbytes, PAGE_BYTES)
-    ways.append(("--dense int4", replace(needs, dense_bytes=dense_bytes)))
-    return [WayOut(f"{flag} (when converting)", changed.smallest_bytes) for flag, changed in ways]
-
-
-def _workspace_bytes(store: ExpertStore, sizes: Sizes, threads: int) -> int:
+def _workspace_bytes(store: PackedModel, sizes: Sizes, threads: int) -> int:
     dense = {entry.name: entry.fmt for entry in store.dense.values() if entry.fmt is not None}
     shape = StepShape(sizes.step_tokens, sizes.sequences, sizes.context_tokens, threads, sizes.wide_inputs)
     return workspace_bytes(store.config, dense, store.layouts, sizes.kv, shape)

@@ -11,7 +11,6 @@ from dataclasses import replace
 from typing import Any
 
 from tidegate.checkpoint.base import Checkpoint
-from tidegate.checkpoint.sources import WeightMap
 from tidegate.errors import UnknownArchitecture
 from tidegate.model_config import AttentionConfig, ModelConfig, MoeConfig, RopeConfig
 from tidegate.models.config_keys import ConfigKeys
@@ -27,6 +26,7 @@ from tidegate.models.families_parts import (
     windows_by_type,
 )
 from tidegate.models.families_rope import rope_config
+from tidegate.models.families_weights import FamilyWeights
 
 _QUANTIZATIONS = ("fp8", "mxfp4")
 
@@ -50,10 +50,10 @@ def model_config(config: Mapping[str, Any]) -> ModelConfig:
     return result
 
 
-def weight_map(checkpoint: Checkpoint, config: ModelConfig) -> WeightMap:
+def weight_map(checkpoint: Checkpoint, config: ModelConfig) -> FamilyWeights:
     """Where every weight is in ``checkpoint``. Raises BadTensor (file, tensor, wanted, got) unless every tensor that the
     model needs is there with its shape, and nothing else that would change the answer. Reads headers only."""
-    weights = (GgufWeights if checkpoint.kind == "gguf" else HfWeights)(checkpoint, config)
+    weights: FamilyWeights = (GgufWeights if checkpoint.kind == "gguf" else HfWeights)(checkpoint, config)
     weights.check()
     return weights
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
+from functools import cached_property
 
 from tidegate.checkpoint.base import Checkpoint
 from tidegate.checkpoint.inventory import dense_tensors
@@ -55,10 +56,17 @@ class FamilyWeights(ABC):
             return self._value_rows(tensors[0])
         return Source.of(*tensors)
 
+    def are_alike(self, layer: int) -> bool:
+        """Whether the experts of a MoE layer differ in nothing but their place: stacked, or all tensors of one type.
+        Call it after ``check``."""
+        names = [name for name, shape in self.layer_experts(self._decoder_layers[layer]) if len(shape) > 1]
+        assert self.config.moe is not None
+        return len(names) < self.config.moe.num_experts or len({self.checkpoint.tensors[n].dtype for n in names}) == 1
+
     def check(self) -> None:
         """Every tensor the model needs is there with its shape, and none is left over that would change the answer.
         Raises BadTensor naming file, tensor, wanted and got."""
-        wanted = dict(self._wanted())
+        wanted = self.wanted
         for name, shape in wanted.items():
             info = self.checkpoint.tensors.get(name)
             if info is None:
@@ -95,11 +103,13 @@ class FamilyWeights(ABC):
             down=Source.of(Part(down, index=expert)),
         )
 
-    def _wanted(self) -> Iterator[Wanted]:
-        for name in self.shapes:
-            yield from self.whole_tensors(name)
+    @cached_property
+    def wanted(self) -> dict[str, tuple[int, ...]]:
+        """Every tensor that the model needs, and its shape: dense ones first, then layer by layer the experts'."""
+        out = dict(wanted for name in self.shapes for wanted in self.whole_tensors(name))
         for layer in self._decoder_layers:
-            yield from self.layer_experts(layer)
+            out.update(self.layer_experts(layer))
+        return out
 
     def _nope_rows(self, kv_b: str) -> Source:
         """Heads of kv_b are [nope | v] rows; k_up takes each head's nope rows, transposed."""

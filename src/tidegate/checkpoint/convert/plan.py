@@ -26,6 +26,7 @@ from tidegate.checkpoint.sources import ExpertSources, Source, WeightMap
 from tidegate.errors import BadTensor, UsageError
 from tidegate.model_config import ModelConfig
 from tidegate.models.families import model_config, weight_map
+from tidegate.models.families_weights import FamilyWeights
 from tidegate.quant.formats import Format
 from tidegate.units import align_up
 
@@ -103,9 +104,18 @@ class ConvertPlan:
 
 def make_plan(checkpoint: Checkpoint, options: ConvertOptions) -> ConvertPlan:
     """Raises UnknownArchitecture, BadTensor (missing, or a shape that the config does not expect) and UsageError."""
+    weights, dense, layers = plan_files(checkpoint, options)
     config = model_config(checkpoint.config)
     eos_ids = (*config.eos_token_ids, *checkpoint.special_tokens()["eos_token_ids"])
     config = replace(config, eos_token_ids=tuple(dict.fromkeys(eos_ids)))
+    return ConvertPlan(checkpoint, options, config, weights, dense, layers)
+
+
+def plan_files(
+    checkpoint: Checkpoint, options: ConvertOptions
+) -> tuple[FamilyWeights, tuple[DenseEntry, ...], tuple[ExpertLayer, ...]]:
+    """Where every weight comes from and where it goes, without reading the tokenizer. Raises as ``make_plan``."""
+    config = model_config(checkpoint.config)
     if config.moe is None and options.experts != "auto":
         raise UsageError(f"--experts {options.experts} has no effect: a {config.family} model has no experts")
     weights = weight_map(checkpoint, config)
@@ -118,18 +128,17 @@ def make_plan(checkpoint: Checkpoint, options: ConvertOptions) -> ConvertPlan:
         if tensor.is_matrix:
             dense_formats[tensor.name] = options.dense_format(source.native_format(checkpoint))
     formats = [_expert_formats(checkpoint, config, weights, layer, options) for layer in range(config.num_moe_layers)]
-    dense, layers = lay_out(config, dense_formats, formats)
-    return ConvertPlan(checkpoint, options, config, weights, dense, layers)
+    return weights, *lay_out(config, dense_formats, formats)
 
 
 def _expert_formats(
-    checkpoint: Checkpoint, config: ModelConfig, weights: WeightMap, layer: int, options: ConvertOptions
+    checkpoint: Checkpoint, config: ModelConfig, weights: FamilyWeights, layer: int, options: ConvertOptions
 ) -> tuple[Format, Format]:
     """Formats of a layer's gate and up, and of its down; all its experts agree, or their own formats are not kept."""
     assert config.moe is not None
     f, d = config.moe.expert_dim, config.hidden_size
     natives: tuple[set[Format | None], set[Format | None]] = (set(), set())
-    for expert in range(config.moe.num_experts):
+    for expert in range(1 if weights.are_alike(layer) else config.moe.num_experts):
         sources = weights.expert(layer, expert)
         for name, source, shape in _named(sources, f, d):
             if source.shape(checkpoint) != shape:
