@@ -20,6 +20,7 @@ COMMANDS = {
     "run": "Answer a prompt, a file or a chat with a model, inside a memory budget.",
     "convert": "Turn a checkpoint into an expert store: packed, checked, ready to stream.",
     "info": "Show what is in a checkpoint or a store.",
+    "plan": "Say what a model needs and how fast it will be, from its headers alone.",
     "bench": "Measure prefill and decode of a text, with the ceiling that the machine allows beside it.",
     "eval": "Score a model on texts: perplexity, bits per byte, agreement with a reference.",
     "trace": "Record which experts a model uses on texts; or import recorded arrays.",

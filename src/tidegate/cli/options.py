@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from functools import wraps
+from types import MappingProxyType
 from typing import Annotated, Any, Optional
 
 import typer
@@ -14,21 +15,23 @@ from tidegate.config import Option, option_table
 _TYPES: dict[str, Any] = {"bytes": str, "int": int, "float": float, "flag": bool, "text": str, "texts": list[str]}
 
 
-def flags(panels: dict[str, type[Any]], without: Collection[str] = ()) -> Callable[..., Callable[..., Any]]:
+def flags(
+    panels: dict[str, type[Any]], without: Collection[str] = (), aliases: Mapping[str, str] = MappingProxyType({})
+) -> Callable[..., Callable[..., Any]]:
     """Decorator: replace ``**options`` of a command by one flag for each row of the tables (panel title -> class).
-    Flags that the user did not give are left out of ``options``."""
+    Flags that the user did not give are left out of ``options``. ``aliases``: a second flag for a row, by keyword."""
     rows = [
         (panel, row) for panel, cls in panels.items() for row in option_table(cls).values() if row.name not in without
     ]
 
     def decorate(function: Callable[..., Any]) -> Callable[..., Any]:
         own = [p for p in inspect.signature(function, eval_str=True).parameters.values() if p.kind != p.VAR_KEYWORD]
-        added = [_parameter(panel, row) for panel, row in rows]
+        added = [_parameter(panel, row, *filter(None, [aliases.get(row.name)])) for panel, row in rows]
         names = {row.name for _, row in rows}
 
         @wraps(function)
         def command(**values: Any) -> Any:
-            given = {k: v for k, v in values.items() if k in names and v not in (None, False, [])}
+            given = {k: v for k, v in values.items() if k in names and not (v is None or v is False or v == [])  # 0 was given}
             return function(**{k: v for k, v in values.items() if k not in names}, **given)
 
         command.__signature__ = inspect.Signature([*own, *added])  # type: ignore[attr-defined]
@@ -38,10 +41,12 @@ def flags(panels: dict[str, type[Any]], without: Collection[str] = ()) -> Callab
     return decorate
 
 
-def _parameter(panel: str, row: Option) -> inspect.Parameter:
+def _parameter(panel: str, row: Option, *more_flags: str) -> inspect.Parameter:
     metavar = "|".join(row.choices) if row.choices else {"bytes": "BYTES", "text": "TEXT"}.get(row.kind)
     default = f" (default: {row.default})" if row.default not in (None, False, ()) else ""
-    option = typer.Option(row.flag, help=row.help + default, metavar=metavar, rich_help_panel=panel, show_default=False)
+    option = typer.Option(
+        row.flag, *more_flags, help=row.help + default, metavar=metavar, rich_help_panel=panel, show_default=False
+    )
     kind = _TYPES[row.kind] if row.kind == "flag" else Optional[_TYPES[row.kind]]  # noqa: UP045  (a runtime type)
     default_value = False if row.kind == "flag" else None
     return inspect.Parameter(

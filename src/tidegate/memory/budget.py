@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from tidegate.errors import UsageError
 from tidegate.memory import probe
@@ -94,6 +94,13 @@ def budget_of_process(memory_bytes: int | None) -> Budget:
     """``choose_budget`` with what the kernel says now about this process."""
     groups, limit = probe.memory_cgroups(), probe.address_space_limit()
     return choose_budget(memory_bytes, ceilings(probe.machine_memory(), probe.process_memory(), groups, limit))
+
+
+def budget_of_machine(memory_bytes: int | None, total_bytes: int) -> Budget:
+    """``choose_budget`` for an idle machine with that much memory. Raises UsageError for a budget above it."""
+    idle = probe.ProcessMemory(0, 0, 0, 0, 0, 0, 0, 1)
+    found = ceilings(probe.MachineMemory(total_bytes, total_bytes), idle, [], None)
+    return choose_budget(memory_bytes, [replace(found[0], name="of memory (--ram)")])
 
 
 def _clip(value: float, low: int, high: int) -> int:

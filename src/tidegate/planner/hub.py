@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+import logging
+import socket
 from math import prod
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
+from urllib.request import getproxies
 
 from tidegate.checkpoint.base import ByteArray, TensorInfo
 from tidegate.checkpoint.files import read_json
 from tidegate.checkpoint.hf import HfCheckpoint
 from tidegate.checkpoint.safetensors import DTYPE_BYTES
 from tidegate.errors import BadTensor, CheckpointError, UsageError
+
+_CONNECT_S = 5.0
 
 
 class HubCheckpoint(HfCheckpoint):
@@ -38,9 +44,11 @@ _Header = dict[str, tuple[str, tuple[int, ...]]]
 
 
 def _fetch(repository: str) -> tuple[dict[str, Any], dict[str, _Header]]:
-    from huggingface_hub import HfApi, hf_hub_download  # noqa: PLC0415
+    from huggingface_hub import HfApi, constants, hf_hub_download  # noqa: PLC0415
 
+    logging.getLogger("huggingface_hub").setLevel(logging.ERROR)
     try:
+        _reach(constants.ENDPOINT)
         config = read_json(Path(hf_hub_download(repository, "config.json")))
         found = HfApi().get_safetensors_metadata(repository)
     except CheckpointError:
@@ -55,3 +63,11 @@ def _fetch(repository: str) -> tuple[dict[str, Any], dict[str, _Header]]:
         shard: {name: (str(info.dtype), tuple(info.shape)) for name, info in file.tensors.items()}
         for shard, file in found.files_metadata.items()
     }
+
+
+def _reach(endpoint: str) -> None:
+    """Fail at once without a network, where the client would retry for half a minute. Raises OSError."""
+    url = urlsplit(endpoint)
+    if url.hostname and url.scheme not in getproxies():
+        port = url.port or {"http": 80}.get(url.scheme, 443)
+        socket.create_connection((url.hostname, port), _CONNECT_S).close()

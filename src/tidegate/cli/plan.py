@@ -1,0 +1,82 @@
+"""``tidegate plan``: what a model needs and how fast it will be, from its headers alone."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from tidegate.checkpoint.convert.options import ConvertOptions
+from tidegate.cli.options import flags
+from tidegate.cli.plan_text import markdown, plain, print_rich
+from tidegate.config import EngineOptions, parse_options
+from tidegate.errors import BudgetTooSmall, CheckpointError, UsageError
+from tidegate.memory.budget import budget_of_machine, budget_of_process
+from tidegate.planner.card import make_card
+from tidegate.planner.headers import read_headers
+from tidegate.planner.machine import load_machine
+from tidegate.units import parse_bytes
+
+
+@flags({"Model and memory": EngineOptions}, aliases={"sequences": "--batch"})
+def command(
+    model: Annotated[
+        str,
+        typer.Argument(help="A store, a Hugging Face folder, a GGUF file, a config.json, or OWNER/NAME on the hub."),
+    ],
+    ram: Annotated[str | None, typer.Option(metavar="BYTES", help="Plan for a machine with this much memory.")] = None,
+    memory_bandwidth: Annotated[
+        str | None, typer.Option(metavar="BYTES/s", help="Forecast for this memory bandwidth, like 40GB/s.")
+    ] = None,
+    disk_bandwidth: Annotated[
+        str | None, typer.Option(metavar="BYTES/s", help="Forecast for this disk bandwidth, like 3GB/s.")
+    ] = None,
+    prompt: Annotated[int | None, typer.Option(min=1, help="Prompt of the forecast, in tokens.")] = None,
+    trace: Annotated[Path | None, typer.Option(help="Take the hit rate from this trace, by replaying it.")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+    as_markdown: Annotated[bool, typer.Option("--markdown", help="Print Markdown.")] = False,
+    **options: Any,
+) -> int:
+    """Reads no weights. Without measured rates (tidegate hardware) the forecast says that its rates are assumed."""
+    if as_json and as_markdown:
+        raise UsageError("--json or --markdown, not both")
+    parsed = parse_options(EngineOptions, options)
+    convert = ConvertOptions(parsed.experts or "auto", parsed.dense or "auto", parsed.group)
+    budget = (
+        budget_of_machine(parsed.memory_bytes, parse_bytes(ram, "--ram"))
+        if ram
+        else budget_of_process(parsed.memory_bytes)
+    )
+    threads = parsed.threads or len(os.sched_getaffinity(0))
+    machine = load_machine(model).with_rates(
+        _rate(memory_bandwidth, "--memory-bandwidth"), _rate(disk_bandwidth, "--disk-bandwidth")
+    )
+    has_format_flags = not {"experts", "dense", "group"}.isdisjoint(options)
+    try:
+        headers = read_headers(model, convert, has_format_flags)
+        if prompt is not None and prompt > (parsed.context or headers.config.max_positions):
+            raise UsageError(f"--prompt {prompt}: longer than the context; raise --context")
+        card = make_card(headers, parsed, budget, machine, threads, prompt_tokens=prompt, trace=trace)
+    except CheckpointError as error:
+        raise UsageError(str(error)) from None
+    if as_json:
+        print(json.dumps(card.to_json()))
+    elif as_markdown:
+        print(markdown(card))
+    elif sys.stdout.isatty():
+        print_rich(card)
+    else:
+        print(plain(card))
+    if card.plan is None:
+        enough = [way.flag for way in card.ways_out if way.smallest_bytes <= card.budget.limit_bytes]
+        hint = f"it fits with {' or '.join(enough)}" if enough else "raise --memory or use fewer bits"
+        raise BudgetTooSmall(card.budget.limit_bytes, card.needs.smallest_bytes, hint)
+    return 0
+
+
+def _rate(text: str | None, flag: str) -> int | None:
+    return parse_bytes(text.removesuffix("/s"), flag) if text else None

@@ -1,0 +1,174 @@
+"""The card as text: a table with bars in a terminal, Markdown, or plain lines."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from tidegate.planner.card import Card, expert_formats
+from tidegate.planner.forecast import Forecast
+from tidegate.units import format_bytes, format_seconds
+
+_BAR_CELLS = 24
+Row = tuple[str, int, str]  # owner, bytes, note
+
+
+def packed_rows(card: Card) -> list[Row]:
+    """What the model is made of."""
+    return [(owner, size, "") for owner, size in card.headers.packed_bytes.items() if size]
+
+
+def memory_rows(card: Card) -> list[Row]:
+    """Where the budget goes; of a budget that is too small, what the smallest one would hold."""
+    needs = card.needs
+    if card.plan:
+        accounts = card.plan.accounts()
+    else:
+        slots = needs.num_layers * needs.min_slots * needs.slot_bytes
+        accounts = {
+            "runtime": needs.runtime_bytes + needs.growth_bytes, "dense weights": needs.dense_bytes,
+            "KV cache": needs.kv_bytes, "expert slots": slots, "workspace": needs.workspace_bytes,
+            "staging": needs.staging_bytes, "headroom": needs.smallest_bytes - needs.fixed_bytes - slots,
+        }  # fmt: skip
+    notes = {
+        "runtime": "expected; measured when a model is loaded",
+        "KV cache": f"{format_bytes(card.sizes.kv.token_bytes)} a token, {card.sizes.context_tokens:,} tokens"
+        + (f" x {card.sizes.sequences}" if card.sizes.sequences > 1 else ""),
+        "expert slots": _slots_note(card),
+        "workspace": f"activations of {card.sizes.step_tokens:,} tokens, buffers reused between operators",
+    }
+    return [(owner, size, notes.get(owner, "")) for owner, size in accounts.items() if size]
+
+
+def headline(card: Card) -> list[str]:
+    """Model, disk, verdict."""
+    facts = card.to_json()
+    model = f"{facts['family']}, {_count(facts['parameters'])} parameters"
+    if facts["num_experts"]:
+        model += f", {_count(facts['active_parameters'])} active; {facts['num_moe_layers']} layers of {facts['num_experts']} "
+        model += f"experts, {facts['num_experts_per_tok']} a token"
+    lines = [f"{card.headers.path}: {model}", f"disk: {format_bytes(card.disk_bytes)} of store" + _source_note(card)]
+    for kind in expert_formats(card.headers):
+        lines.append(
+            f"experts: {kind['format']}, {kind['bits_per_weight']:.3f} bits a weight, {format_bytes(kind['blob_bytes'])} each "
+            f"({kind['codes_bytes']:,} B codes, {kind['scales_bytes']:,} scales, {kind['biases_bytes']:,} biases, "
+            f"{kind['padding_bytes']:,} padding) in {kind['layers']} layers"
+        )
+    return [*lines, f"memory: {card.budget.explanation}"]
+
+
+def verdict(card: Card) -> str:
+    """One sentence."""
+    edge = f"the smallest budget that works is {_exact(card.needs.smallest_bytes)}"
+    if card.plan is None:
+        return f"does not fit: {_exact(card.shortfall_bytes)} are missing; {edge}"
+    if card.verdict == "fits":
+        return f"fits: every expert stays in memory; {edge}"
+    everything = f"{format_bytes(card.needs.largest_useful_bytes)} would hold every expert"
+    return f"runs: {card.plan.resident_ratio:.0%} of the experts stay in memory, the rest is read on demand; {edge}, {everything}"
+
+
+def forecast_lines(found: Forecast) -> list[str]:
+    """Speed, what binds, and where the numbers come from."""
+    step, hits = found.step, found.hits
+    source = "measured rates" if found.is_measured else "ASSUMED rates: run tidegate hardware on this machine"
+    return [
+        f"decode {found.decode_tokens_per_s:.1f} tokens/s ({found.low_tokens_per_s:.1f} to {found.high_tokens_per_s:.1f}), "
+        f"{step.binding} binds; prompt {found.prefill_tokens_per_s:.0f} tokens/s, first token after "
+        f"{format_seconds(found.first_token_s)} for {found.prompt_tokens:,} tokens",
+        f"a token: weights {format_seconds(step.weights_s)}, KV {format_seconds(step.kv_s)}, experts "
+        f"{format_seconds(step.experts_s)}, waiting for loads {format_seconds(step.wait_s)}, overhead "
+        f"{format_seconds(step.overhead_s)}",
+        f"hit rate {hits.expected:.0%} ({hits.low:.0%} to {hits.high:.0%}; {hits.source}); R = {found.load_ratio:.2f}; "
+        f"an expert must serve {found.tokens_per_load:.0f} tokens to hide its load; {source}",
+    ]
+
+
+def way_lines(card: Card) -> list[str]:
+    """What would make it fit, most useful first."""
+    lines = []
+    for way in card.ways_out:
+        fits = f"{way.tokens_per_s:.1f} tokens/s" if way.tokens_per_s else f"needs {format_bytes(way.smallest_bytes)}"
+        lines.append(f"{way.flag}: {fits}, {way.cost}")
+    return lines
+
+
+def plain(card: Card) -> str:
+    """For pipes and files."""
+    lines = [*headline(card), "model:", *_table(packed_rows(card)), "budget:" if card.plan else "smallest budget:"]
+    lines += [*_table(memory_rows(card)), verdict(card)]
+    if card.forecast:
+        lines += forecast_lines(card.forecast)
+    if card.ways_out:
+        lines += ["ways out:", *(f"  {line}" for line in way_lines(card))]
+    return "\n".join(lines)
+
+
+def markdown(card: Card) -> str:
+    """For documents."""
+    lines = [f"- {line}" for line in headline(card)]
+    for title, rows in (("model", packed_rows(card)), ("budget", memory_rows(card))):
+        lines += ["", f"| {title} | bytes | | |", "|---|---:|---:|---|"]
+        lines += [f"| {owner} | {size:,} | {format_bytes(size)} | {note} |" for owner, size, note in rows]
+    lines += ["", f"**{verdict(card)}**", ""]
+    lines += [f"- {line}" for line in (forecast_lines(card.forecast) if card.forecast else way_lines(card))]
+    return "\n".join(lines)
+
+
+def print_rich(card: Card) -> None:
+    """For terminals: the same with bars."""
+    from rich.console import Console  # noqa: PLC0415  (only terminals pay for rich)
+    from rich.table import Table  # noqa: PLC0415
+
+    console = Console(highlight=False)
+    for line in headline(card):
+        console.print(line, markup=False)
+    for title, rows in (
+        ("model", packed_rows(card)),
+        ("budget" if card.plan else "smallest budget", memory_rows(card)),
+    ):
+        table = Table(title=title, title_justify="left", box=None, pad_edge=False)
+        table.add_column(style="bold")
+        table.add_column(justify="right")
+        table.add_column(style="cyan")
+        table.add_column(style="dim")
+        total = sum(size for _, size, _ in rows)
+        for owner, size, note in rows:
+            table.add_row(owner, format_bytes(size), _bar(size, total), note)
+        console.print(table)
+    color = {"fits": "green", "streams": "yellow"}.get(card.verdict, "red")
+    console.print(verdict(card), style=color, markup=False)
+    for line in forecast_lines(card.forecast) if card.forecast else way_lines(card):
+        console.print(f"  {line}", markup=False)
+
+
+def _table(rows: list[Row]) -> Iterator[str]:
+    for owner, size, note in rows:
+        yield f"  {owner:<16}{format_bytes(size):>10}{size:>20,} B  {note}".rstrip()
+
+
+def _bar(size: int, total: int) -> str:
+    return "█" * max(1, round(_BAR_CELLS * size / max(total, 1)))
+
+
+def _slots_note(card: Card) -> str:
+    needs = card.needs
+    if not needs.num_layers:
+        return ""
+    if card.plan is None:
+        return f"{needs.min_slots} of {needs.num_experts} experts a layer"
+    low, high = min(card.plan.slots), max(card.plan.slots)
+    each = f"{low}" if low == high else f"{low} to {high}"
+    return f"{each} of {needs.num_experts} experts a layer ({card.plan.resident_ratio:.0%})"
+
+
+def _source_note(card: Card) -> str:
+    source = card.headers.source_bytes
+    return f", made once from {format_bytes(sum(source.values()))} of source" if source is not None else ""
+
+
+def _exact(size: int) -> str:
+    return f"{format_bytes(size)} ({size:,} B)"
+
+
+def _count(count: int) -> str:
+    return f"{count / 1e9:.3g} B" if count >= 1e9 else f"{count / 1e6:.3g} M"
