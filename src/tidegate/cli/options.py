@@ -31,7 +31,8 @@ def flags(
 
         @wraps(function)
         def command(**values: Any) -> Any:
-            given = {k: v for k, v in values.items() if k in names and not (v is None or v is False or v == [])  # 0 was given}
+            was_given = {k: v is not None and v is not False and v != [] for k, v in values.items()}  # 0 is given
+            given = {k: v for k, v in values.items() if k in names and was_given[k]}
             return function(**{k: v for k, v in values.items() if k not in names}, **given)
 
         command.__signature__ = inspect.Signature([*own, *added])  # type: ignore[attr-defined]
