@@ -6,6 +6,7 @@ import os
 import pty
 import re
 import select
+import shutil
 import signal
 import subprocess
 import sys
@@ -44,6 +45,27 @@ def _run(*arguments: str | Path, **options: object) -> subprocess.CompletedProce
     )  # type: ignore[call-overload]
     assert done.returncode == 0, done.stderr
     return done
+
+
+def test_without_memory_the_budget_is_what_is_available_and_says_so(store: Path) -> None:
+    done = subprocess.run(
+        [*COMMAND, store, "x", "--max-tokens", "2", "--context", "64"], capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0 and "by default" in done.stderr.splitlines()[0] and "reserve" in done.stderr
+
+
+def test_a_flipped_byte_is_found_by_verify(store: Path, tmp_path: Path) -> None:
+    damaged = tmp_path / "damaged"
+    shutil.copytree(store, damaged)
+    with (damaged / "experts.bin").open("r+b") as file:
+        for expert in range(48):  # one byte of every blob
+            file.seek(4096 * expert + 50)
+            byte = file.read(1)[0]
+            file.seek(-1, os.SEEK_CUR)
+            file.write(bytes([byte ^ 1]))
+    command = [*COMMAND, damaged, "x", *FLAGS, "--max-tokens", "2", "--verify"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 1 and "experts.bin: crc32 of expert" in done.stderr.splitlines()[-1]
 
 
 def test_a_prompt_is_answered_and_the_run_ends_with_one_line(store: Path) -> None:

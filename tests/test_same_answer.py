@@ -1,4 +1,5 @@
-"""Logits are the same to the bit for every budget, policy, thread count, prefill chunk and batch, with late reads."""
+"""Logits are the same to the bit for every budget, policy, thread count, prefill chunk, batch, way of reading and
+instruction set, with late reads."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -51,6 +52,7 @@ draws = st.fixed_dictionaries(
         "short_at": st.integers(-1, 30),
         "refuse_direct": st.booleans(),
         "page_cache": st.booleans(),
+        "isa": st.sampled_from(_core.available_isas()),
         "seed": st.integers(0, 1 << 30),
         "scored": st.booleans(),
     }
@@ -77,6 +79,7 @@ def test_nothing_but_the_tokens_decides_the_logits(family, draw) -> None:
     mate_options = SamplingOptions(ignore_eos=True, temperature=1.0, seed=draw["seed"])
     with pytest.MonkeyPatch.context() as patch:
         rows = record_logits(patch)
+        patch.setenv("TIDEGATE_ISA", draw["isa"])
         with load_model(store, reader, memory=budget, **options) as model:
             mates = [
                 model._scored(ids) if scored else model._sequence(ids, replace(mate_options, max_tokens=answer))
