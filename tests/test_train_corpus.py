@@ -70,7 +70,13 @@ def test_manual_pages() -> None:
 
 
 def test_poems_in_every_layout(tmp_path: Path) -> None:
-    poem = {"title": "靜夜思", "author": "李白", "paragraphs": ["床前[明]月光，", "疑是地上霜。"], "strains": ["平平"], "id": "7"}
+    poem = {
+        "title": "靜夜思",
+        "author": "李白",
+        "paragraphs": ["床前[明]月光，", "疑是地上霜。"],
+        "strains": ["平平"],
+        "id": "7",
+    }
     assert poem_lines(poem) == ["靜夜思 李白", "床前明月光，", "疑是地上霜。"]
     nested = {"title": "書", "content": [{"chapter": "一", "paragraphs": ["甲"]}]}
     assert poem_lines(nested) == ["書", "一", "甲"]
@@ -124,7 +130,7 @@ def test_chats_of_a_dictionary(tmp_path: Path) -> None:
     ((name, text),) = instructions.from_wordnet(tmp_path)
     assert name == "data.noun:00001740"
     assert text.startswith("<|im_start|>user\n")
-    assert "the rise and fall of the sea. You can also say tidal flow. For example: \"the tide was low\"" in text
+    assert 'the rise and fall of the sea. You can also say tidal flow. For example: "the tide was low"' in text
     assert text.endswith("<|im_end|>")
 
 

@@ -74,7 +74,9 @@ def test_the_compact_form_gives_back_every_bit(tmp_path: Path, tokenizer: Path) 
     assert all(torch.equal(before[name], after[name]) for name in before)
     assert (tmp_path / "compact.safetensors").stat().st_size < (tmp_path / "model" / "model.safetensors").stat().st_size
     for name in ("config.json", "tokenizer.json", "tokenizer_config.json", "generation_config.json"):
-        assert json.loads((tmp_path / "again" / name).read_text()) == json.loads((tmp_path / "model" / name).read_text())
+        assert json.loads((tmp_path / "again" / name).read_text()) == json.loads(
+            (tmp_path / "model" / name).read_text()
+        )
 
 
 def test_experts_off_their_int4_values_are_not_packed(tmp_path: Path, tokenizer: Path) -> None:

@@ -80,7 +80,8 @@ def fuse_experts(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     for layer in range(MICRO.num_layers):
         at = f"model.layers.{layer}.mlp.experts."
         parts = {
-            kind: [tensors[f"{at}{e}.{kind}_proj.weight"] for e in range(MICRO.num_experts)] for kind in ("gate", "up", "down")
+            kind: [tensors[f"{at}{e}.{kind}_proj.weight"] for e in range(MICRO.num_experts)]
+            for kind in ("gate", "up", "down")
         }
         both = [torch.cat(pair) for pair in zip(parts["gate"], parts["up"], strict=True)]
         result[at + "gate_up_proj"], result[at + "down_proj"] = torch.stack(both), torch.stack(parts["down"])

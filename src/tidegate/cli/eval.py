@@ -44,7 +44,9 @@ def command(
         for name, text in contents.items():
             scores.append(evaluate.score(loaded, name, evaluate.shorten(loaded, text, max_tokens), window))
             if reference is not None:
-                windows += evaluate.cut(loaded, name, evaluate.shorten(loaded, text, min(compare_tokens, max_tokens)), window)
+                windows += evaluate.cut(
+                    loaded, name, evaluate.shorten(loaded, text, min(compare_tokens, max_tokens)), window
+                )
         ours = evaluate.Recording(loaded, windows)
     agreement = None
     if reference is not None:

@@ -22,8 +22,12 @@ def command(
     ] = None,
     time_limit: Annotated[float | None, typer.Option(help="Save and stop after this many seconds.")] = None,
     steps: Annotated[int | None, typer.Option(rich_help_panel=_RUN, help="Optimizer steps in all.")] = None,
-    decay_steps: Annotated[int | None, typer.Option(rich_help_panel=_RUN, help="Last steps, with a falling rate.")] = None,
-    warmup_steps: Annotated[int | None, typer.Option(rich_help_panel=_RUN, help="First steps, with a rising rate.")] = None,
+    decay_steps: Annotated[
+        int | None, typer.Option(rich_help_panel=_RUN, help="Last steps, with a falling rate.")
+    ] = None,
+    warmup_steps: Annotated[
+        int | None, typer.Option(rich_help_panel=_RUN, help="First steps, with a rising rate.")
+    ] = None,
     matrix_rate: Annotated[float | None, typer.Option(rich_help_panel=_RUN, help="Peak rate of matrices.")] = None,
     other_rate: Annotated[float | None, typer.Option(rich_help_panel=_RUN, help="Peak rate of the rest.")] = None,
     batch_sequences: Annotated[int | None, typer.Option(rich_help_panel=_RUN, help="Sequences a step.")] = None,
@@ -31,16 +35,26 @@ def command(
     seed: Annotated[int | None, typer.Option(rich_help_panel=_RUN, help="Of weights and batches.")] = None,
     workers: Annotated[int | None, typer.Option(rich_help_panel=_RUN, help="Processes; one a core is best.")] = None,
     device: Annotated[str | None, typer.Option(rich_help_panel=_RUN, help="cpu, or a torch device.")] = None,
-    no_compile: Annotated[bool, typer.Option("--no-compile", rich_help_panel=_RUN, help="Needs no C++ compiler.")] = False,
+    no_compile: Annotated[
+        bool, typer.Option("--no-compile", rich_help_panel=_RUN, help="Needs no C++ compiler.")
+    ] = False,
     qat_from_step: Annotated[
         int | None, typer.Option(rich_help_panel=_RUN, help="Experts compute with int4 values from this step on.")
     ] = None,
-    balance_alpha: Annotated[float | None, typer.Option(rich_help_panel=_ROUTER, help="Weight of the balance loss.")] = None,
+    balance_alpha: Annotated[
+        float | None, typer.Option(rich_help_panel=_ROUTER, help="Weight of the balance loss.")
+    ] = None,
     balance_scope: Annotated[str | None, typer.Option(rich_help_panel=_ROUTER, help="batch or window.")] = None,
     z_loss: Annotated[float | None, typer.Option(rich_help_panel=_ROUTER, help="Weight of the router z-loss.")] = None,
-    bias_rate: Annotated[float | None, typer.Option(rich_help_panel=_ROUTER, help="Balance by bias, this much a step.")] = None,
-    capacity_factor: Annotated[float | None, typer.Option(rich_help_panel=_ROUTER, help="Limit of an expert's load.")] = None,
-    router_temperature_end: Annotated[float | None, typer.Option(rich_help_panel=_ROUTER, help="Reached half way.")] = None,
+    bias_rate: Annotated[
+        float | None, typer.Option(rich_help_panel=_ROUTER, help="Balance by bias, this much a step.")
+    ] = None,
+    capacity_factor: Annotated[
+        float | None, typer.Option(rich_help_panel=_ROUTER, help="Limit of an expert's load.")
+    ] = None,
+    router_temperature_end: Annotated[
+        float | None, typer.Option(rich_help_panel=_ROUTER, help="Reached half way.")
+    ] = None,
     router_init: Annotated[str | None, typer.Option(rich_help_panel=_ROUTER, help="normal or orthogonal.")] = None,
 ) -> int:
     """Curves are written as curve.jsonl and curve.png. A killed run loses at most four minutes."""
@@ -59,7 +73,9 @@ def command(
         export_latest(run, tokens, export)
         return 0
     if resume and (seed is not None or set(router) - {"balance_alpha", "z_loss"}):
-        raise UsageError("--resume: the seed and all router options but the two losses are the run's own; leave them out")
+        raise UsageError(
+            "--resume: the seed and all router options but the two losses are the run's own; leave them out"
+        )
     train(run, tokens, resume, plain, router, time_limit)
     return 0
 

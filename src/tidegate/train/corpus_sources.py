@@ -182,7 +182,18 @@ def manuals_chinese(root: Path) -> Documents:
     yield from files(root / "usr/share/man/zh_CN", "*.gz", text_of.from_man)
 
 
-_POEM_KEYS = {"title", "rhythmic", "author", "chapter", "section", "paragraphs", "content", "para", "prologue", "abstract"}
+_POEM_KEYS = {
+    "title",
+    "rhythmic",
+    "author",
+    "chapter",
+    "section",
+    "paragraphs",
+    "content",
+    "para",
+    "prologue",
+    "abstract",
+}
 
 
 def poem_lines(node: Any) -> list[str]:
@@ -193,7 +204,9 @@ def poem_lines(node: Any) -> list[str]:
         return [line for item in node for line in poem_lines(item)]
     if isinstance(node, dict):
         head = " ".join(str(node[key]) for key in ("title", "rhythmic", "chapter", "author") if node.get(key))
-        rest = {k: v for k, v in node.items() if k in _POEM_KEYS and k not in ("title", "rhythmic", "chapter", "author")}
+        rest = {
+            k: v for k, v in node.items() if k in _POEM_KEYS and k not in ("title", "rhythmic", "chapter", "author")
+        }
         return [head, *(line for value in rest.values() for line in poem_lines(value))]
     return []
 

@@ -14,7 +14,9 @@ _DROPPED = re.compile(
     r"<!--.*?-->|<(script|style|head|nav|header|footer|form|svg|button|aside)\b.*?</\1\s*>", re.DOTALL | re.IGNORECASE
 )
 _PREFORMATTED = re.compile(r"<pre\b[^>]*>(.*?)</pre\s*>", re.DOTALL | re.IGNORECASE)
-_BLOCK = re.compile(r"</?(p|div|li|ul|ol|dt|dd|dl|h[1-6]|tr|table|br|section|article|blockquote|hr)\b[^>]*>", re.IGNORECASE)
+_BLOCK = re.compile(
+    r"</?(p|div|li|ul|ol|dt|dd|dl|h[1-6]|tr|table|br|section|article|blockquote|hr)\b[^>]*>", re.IGNORECASE
+)
 _TAG = re.compile(r"<[^>]*>")
 _SPACE = re.compile(r"[ \t\r\f\v\u00a0\u200b]+")
 _NAVIGATION = re.compile(
@@ -82,7 +84,7 @@ def from_man(source: str) -> str:
     """A manual page's text: macros and font changes taken off."""
     lines = []
     for line in source.split("\n"):
-        if line.startswith((".\\\"", "'\\\"", ".TH", ".de", ".ds", ".if", ".ie", ".el", ".nr")):
+        if line.startswith(('.\\"', "'\\\"", ".TH", ".de", ".ds", ".if", ".ie", ".el", ".nr")):
             continue
         line = re.sub(r"^\.(SH|SS)\s*", "\n", line)
         line = re.sub(r"^\.[A-Za-z]{1,3}\b\s*", "", line)

@@ -24,7 +24,9 @@ class Sampler:
         self._length, self._seed = sequence_length, seed
         for domain, tokens in self._tokens.items():
             if len(tokens) <= 2 * sequence_length:
-                raise UsageError(f"{paths[domain]}: {len(tokens)} tokens are fewer than two sequences of {sequence_length}")
+                raise UsageError(
+                    f"{paths[domain]}: {len(tokens)} tokens are fewer than two sequences of {sequence_length}"
+                )
         self.domains = sorted(paths)
         total = sum(shares[domain] for domain in self.domains)
         quotas = np.array([shares[domain] / total * PATTERN_LENGTH for domain in self.domains])

@@ -146,7 +146,9 @@ def main() -> None:
     parser.add_argument("tokens", type=Path)
     parser.add_argument("destination", type=Path)
     parser.add_argument("--windows", type=int, default=64, help="held-out windows a domain")
-    parser.add_argument("--baseline-sequences", type=int, default=1 << 40, help="the 5-grams' training sequences at most")
+    parser.add_argument(
+        "--baseline-sequences", type=int, default=1 << 40, help="the 5-grams' training sequences at most"
+    )
     arguments = parser.parse_args()
     torch.set_num_threads(2)
     result = evaluate(arguments.run, arguments.tokens, arguments.windows, arguments.baseline_sequences)

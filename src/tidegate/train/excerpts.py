@@ -20,9 +20,7 @@ _COPYLEFT = ("GPL", "GFDL", "CC-BY-SA")
 
 def excerpt(corpus: Path, domain: str) -> str:
     """Beginnings of evenly spread held-out documents, about EXCERPT_BYTES in all."""
-    open_packages = {
-        source.package for source in SOURCES if not any(word in source.licence for word in _COPYLEFT)
-    }
+    open_packages = {source.package for source in SOURCES if not any(word in source.licence for word in _COPYLEFT)}
     with (corpus / f"{domain}.heldout.jsonl").open(encoding="utf-8") as lines:
         records = [record for line in lines if (record := json.loads(line))["source"] in open_packages]
     parts, total_bytes = [], 0

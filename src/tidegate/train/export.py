@@ -54,7 +54,9 @@ def hub_config(architecture: Architecture) -> dict[str, Any]:
     }
 
 
-def hub_tensors(masters: dict[str, torch.Tensor], architecture: Architecture, quantized: bool) -> dict[str, torch.Tensor]:
+def hub_tensors(
+    masters: dict[str, torch.Tensor], architecture: Architecture, quantized: bool
+) -> dict[str, torch.Tensor]:
     """Hugging Face names, bfloat16, one tensor per expert. ``quantized``: experts at their int4 values."""
     result = {"model.embed_tokens.weight": masters["embedding"], "model.norm.weight": masters["final_norm"]}
     query, kv, width = architecture.query_size, architecture.kv_size, architecture.expert_size

@@ -80,7 +80,10 @@ def from_factbook(root: Path) -> Documents:
                 turns = []
         capital = country.get("Government", {}).get("Capital", {}).get("name", {}).get("text", "").split(";")[0]
         if capital:
-            yield f"{path.stem}:capital", chat(f"What is the capital of {name}?", f"The capital of {name} is {capital}.")
+            yield (
+                f"{path.stem}:capital",
+                chat(f"What is the capital of {name}?", f"The capital of {name} is {capital}."),
+            )
 
 
 def from_foldoc(root: Path) -> Documents:
@@ -120,7 +123,9 @@ def from_docstrings(root: Path) -> Documents:
             continue
         for full, signature, doc in _documented(tree, name):
             if 80 < len(doc) < 3000:
-                ask = pick(full, ("What does `{f}` do?", "How do I use `{f}` in Python?", "Document the Python name `{f}`."))
+                ask = pick(
+                    full, ("What does `{f}` do?", "How do I use `{f}` in Python?", "Document the Python name `{f}`.")
+                )
                 shown = f"`{full.rsplit('.', 1)[-1]}({signature})`\n\n" if signature else ""
                 yield full, chat(ask.format(f=full), shown + doc)
 

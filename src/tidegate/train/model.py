@@ -65,7 +65,9 @@ def attention_block(
     return x_TD + functional.linear(mixed, output).float()
 
 
-def moe_entry(x_TD: torch.Tensor, norm: torch.Tensor, router: torch.Tensor, eps: float) -> tuple[torch.Tensor, torch.Tensor]:
+def moe_entry(
+    x_TD: torch.Tensor, norm: torch.Tensor, router: torch.Tensor, eps: float
+) -> tuple[torch.Tensor, torch.Tensor]:
     """Normed hidden state in bfloat16 and the router's logits in float32."""
     hidden = rms_norm(x_TD, norm, eps)
     return hidden.to(torch.bfloat16), functional.linear(hidden, router)
@@ -149,7 +151,9 @@ class Model:
         """Negative log-likelihood of every target, [T] float32 in nats, and the load of experts per layer [layers, E]."""
         hidden_TD, _, load_LE = self._hidden(ids_BL, temperature, Kernels())
         parts = []
-        for hidden, target in zip(hidden_TD.split(CHUNK_TOKENS), targets_BL.reshape(-1).split(CHUNK_TOKENS), strict=True):
+        for hidden, target in zip(
+            hidden_TD.split(CHUNK_TOKENS), targets_BL.reshape(-1).split(CHUNK_TOKENS), strict=True
+        ):
             logits = torch.mm(hidden, self.weights["embedding"].t()).float()
             parts.append(functional.cross_entropy(logits, target, reduction="none"))
         return torch.cat(parts), load_LE

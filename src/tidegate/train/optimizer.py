@@ -132,9 +132,7 @@ class Optimizer:
         transposed = master.shape[-2] > master.shape[-1] and not item.name.endswith(("qkv", "gate_up"))
         update = (direction.transpose(-1, -2) if transposed else direction).reshape(master.shape)
         scalar = torch.tensor(rate, device=master.device)
-        self._apply_update(
-            master, weight, update, scalar, self._options.weight_decay, self._quantized(item, step + 1)
-        )
+        self._apply_update(master, weight, update, scalar, self._options.weight_decay, self._quantized(item, step + 1))
 
     def _adam(self, item: Parameter, rate: float, step: int) -> None:
         gradient = torch.stack([named[item.name] for named in self._gradients]).mean(0)

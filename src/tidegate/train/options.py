@@ -78,7 +78,9 @@ class RouterOptions:
         if self.init not in ("normal", "orthogonal"):
             raise UsageError(f"--router-init {self.init!r}: normal or orthogonal")
         if self.capacity_factor and self.capacity_factor < 1:
-            raise UsageError(f"--capacity-factor {self.capacity_factor}: 0 (no limit) or at least 1, or tokens are lost")
+            raise UsageError(
+                f"--capacity-factor {self.capacity_factor}: 0 (no limit) or at least 1, or tokens are lost"
+            )
         if not 0 < self.temperature_end <= 1:
             raise UsageError(f"--router-temperature-end {self.temperature_end}: more than 0, at most 1")
 

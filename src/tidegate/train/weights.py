@@ -87,7 +87,9 @@ class Buffers:
         return result
 
 
-def initialise(masters: dict[str, torch.Tensor], parameters: list[Parameter], options: RouterOptions, seed: int) -> None:
+def initialise(
+    masters: dict[str, torch.Tensor], parameters: list[Parameter], options: RouterOptions, seed: int
+) -> None:
     """Fill the masters in place, from ``seed`` alone (the generator is the CPU's, on any device)."""
     generator = torch.Generator().manual_seed(seed)
     for item in parameters:
