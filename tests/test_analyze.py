@@ -22,7 +22,8 @@ EXPERTS, TOP = 16, 2
 
 def _rows(experts: np.ndarray, lengths: list[int]) -> Rows:
     offsets = np.cumsum([0, *lengths])
-    return Rows(list(range(len(lengths))), offsets, np.zeros(len(experts), np.int32), experts, EXPERTS)
+    tokens, sketches = np.zeros(len(experts), np.int32), np.empty((len(experts), 1, 0))
+    return Rows(list(range(len(lengths))), offsets, tokens, experts, sketches, EXPERTS)
 
 
 def _independent(rng: np.random.Generator, count: int, heat: np.ndarray) -> np.ndarray:

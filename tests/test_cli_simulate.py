@@ -83,6 +83,7 @@ def test_a_predictor_is_fitted_scored_and_simulated(capsys, tmp_path, kind) -> N
         (["simulate", TRACE, *SIZE, "--slots", "8", "--staging", "9"], "--staging 9"),
         (["simulate", "none.trace", *SIZE, "--slots", "8"], "no such trace"),
         (["fit-predictor", TRACE, "--kind", "magic", "-o", "x"], "--kind 'magic'"),
+        (["fit-predictor", TRACE, "--kind", "next-gate", "-o", "x"], "--sketch"),
         (["fit-predictor", TRACE, "--kind", "decayed", "-o", "x", "--slots", "40"], "--slots 40"),
     ],
 )

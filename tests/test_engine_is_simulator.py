@@ -13,8 +13,14 @@ from stores import deepseek_config, qwen_config, write_store
 from tidegate import _core
 from tidegate.errors import ReadFailed
 from tidegate.experts.policy import POLICIES, policy_factory
+from tidegate.experts.prefetch import PrefetchOptions
 from tidegate.experts.trace import TraceReader
+from tidegate.sim.batching import batched
+from tidegate.sim.fit import fit_predictor
 from tidegate.sim.replay import replay
+from tidegate.sim.rows import read_rows
+from tidegate.sim.score import score_predictor
+from tidegate.sim.simulate import Profile, simulate
 
 __all__ = ["fixed_process"]
 BUDGETS = 5
@@ -98,6 +104,31 @@ def test_the_commands_record_and_import(store: Path, tmp_path: Path) -> None:
         reader, live["plan"]["slots_per_layer"], reader.meta.num_experts, policy_factory("decayed-lfu"), share=True
     )
     assert (counters.demand_hits, counters.misses) == (live["demand_hits"], live["misses"])
+
+
+@pytest.mark.parametrize("backend", ["reference", "cpu"])
+def test_sketches_fit_a_next_gate_that_beats_counting(store: Path, tmp_path: Path, backend: str) -> None:
+    path = tmp_path / "t.trace"
+    rng = np.random.default_rng(3)
+    with load_model(store, backend=backend) as model, model.trace(path, sketch_dims=48):
+        for _ in range(6):
+            model.generate(rng.integers(0, 250, 150).tolist(), max_tokens=1)
+    reader = TraceReader(path)
+    rows, held_out = read_rows(reader, reader.meta.num_experts).split(0.2)
+    assert rows.sketch_TLS.shape[2] == 48 and rows.sketch_TLS.any()
+    found = {}
+    for kind in ("next-gate", "decayed"):
+        predictor = fit_predictor(kind, rows)
+        score = score_predictor(predictor, held_out, policy_factory("lru"), 4, most_tokens=150)
+        found[kind] = score.recall[4]
+        steps = list(batched(reader, 1))[:100]
+        size = reader.meta.num_layers
+        outcome = simulate(
+            steps, [4] * size, reader.meta.num_experts, policy_factory("lru"), Profile(1000, 1e6, 1e-4, 5e-4), predictor,
+            PrefetchOptions(2, 0.3),
+        )  # fmt: skip
+        assert outcome.counters.prefetch_issued > 0
+    assert found["next-gate"] > 1.1 * found["decayed"]
 
 
 @pytest.mark.parametrize(

@@ -44,7 +44,7 @@ def routing(seed: int = 0, sequences: int = 8, length: int = 60) -> Rows:
             experts[t, layer] = first, second if second != first else (first + 1) % EXPERTS
             first = (first + 3) % EXPERTS
     offsets = np.arange(0, total + 1, length)
-    return Rows(list(range(sequences)), offsets, token_T, experts, EXPERTS)
+    return Rows(list(range(sequences)), offsets, token_T, experts, np.empty((total, LAYERS, 0)), EXPERTS)
 
 
 @pytest.fixture(scope="module")

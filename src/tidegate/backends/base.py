@@ -244,6 +244,10 @@ class Backend(ABC, Generic[A]):
     def add_gated(self, x: A, y: A, gate_input: A, gate: Linear) -> A:
         """x += sigmoid(gate(gate_input)) * y per token (Qwen2-MoE's shared expert), in place; returns x."""
 
+    def numpy(self, x: A) -> F32Array:
+        """A copy as float32 [T, D], for traces and tests: slow."""
+        return np.array(x, np.float32)
+
     @abstractmethod
     def logits(self, x: A, norm: Norm, head: Linear, divisor: float) -> F32Array:
         """[T, D] -> float32 [R, V] of the step's logit rows: norm, head, divide. A plain numpy array owned by the caller

@@ -7,8 +7,10 @@ from __future__ import annotations
 
 import os
 
+import numpy as np
+
 from tidegate import _core
-from tidegate.backends.base import ByteArray, StepBatch
+from tidegate.backends.base import ByteArray, F32Array, StepBatch
 from tidegate.backends.cpu_attention import AttentionOps
 from tidegate.errors import UsageError
 
@@ -31,6 +33,9 @@ class CpuBackend(AttentionOps):
 
     def release(self, mark: int) -> None:
         self.compute.release(mark)
+
+    def numpy(self, x: _core.Matrix) -> F32Array:
+        return np.array(self.compute.numpy(x))
 
     @property
     def workspace_peak_bytes(self) -> int:

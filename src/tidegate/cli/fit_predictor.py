@@ -17,7 +17,7 @@ from tidegate.sim.fit import fit_predictor
 from tidegate.sim.rows import read_rows
 from tidegate.sim.score import Score, score_predictor
 
-KINDS = tuple(kind for kind in PREDICTORS if kind != "next-gate")
+KINDS = tuple(PREDICTORS)
 
 
 def command(

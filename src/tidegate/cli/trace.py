@@ -21,6 +21,9 @@ def command(
     output: Annotated[Path, typer.Option("--output", "-o", help="The trace to write.")],
     texts: Annotated[list[Path] | None, typer.Argument(help="Text files; each is one category of the trace.")] = None,
     answer: Annotated[int, typer.Option(min=1, help="Tokens to generate after each piece of text.")] = 1,
+    sketch: Annotated[
+        int, typer.Option(min=0, max=4096, help="Also record this many numbers of what each router saw, for next-gate.")
+    ] = 0,
     experts_in_layer: Annotated[
         int | None, typer.Option("--num-experts", min=1, help="Experts in a layer; only for an .npz file.")
     ] = None,
@@ -32,7 +35,7 @@ def command(
     """Texts are read as they are, without a chat template, in pieces as long as the context. An .npz file has experts
     [tokens, layers, experts per token] and offsets, and may have probs, token and category."""
     if model.endswith(".npz"):
-        if texts or options or answer != 1:
+        if texts or options or answer != 1 or sketch:
             raise UsageError("an .npz file is recorded already: give only -o, --num-experts and --expert-bytes")
         if experts_in_layer is None:
             raise UsageError(f"{model}: say how many experts a layer has with --num-experts")
@@ -45,18 +48,18 @@ def command(
             raise UsageError("--num-experts and --expert-bytes are for an .npz file; a model knows its own")
         if not texts:
             raise UsageError("give at least one text file")
-        _record(model, texts, output, answer, options)
+        _record(model, texts, output, answer, sketch, options)
     print(f"{output}: {format_bytes(output.stat().st_size)}", file=sys.stderr)
     return 0
 
 
-def _record(path: str, texts: list[Path], output: Path, answer: int, options: dict[str, Any]) -> None:
+def _record(path: str, texts: list[Path], output: Path, answer: int, sketch: int, options: dict[str, Any]) -> None:
     from tidegate.engine.model import load  # noqa: PLC0415  (an import needs no engine)
 
     contents = [text.read_text(encoding="utf-8") for text in texts]
     with ByteProgress(f"converting {path}") as progress:
         model = load(path, progress=progress, **options)
-    with model, model.trace(output, path) as writer:
+    with model, model.trace(output, path, sketch) as writer:
         if answer >= model.context:
             raise UsageError(f"--answer {answer}: the context is {model.context} tokens; raise --context")
         piece = model.context - answer

@@ -149,16 +149,16 @@ class Model:
         return sequence.kept_logits
 
     @contextmanager
-    def trace(self, path: Path, source: str = "") -> Iterator[TraceWriter]:
-        """Record the routing of every step inside the ``with`` block to ``path``, which appears when the block ends well.
-        Raises UsageError for a model without MoE layers."""
+    def trace(self, path: Path, source: str = "", sketch_dims: int = 0) -> Iterator[TraceWriter]:
+        """Record the routing of every step inside the ``with`` block to ``path``, which appears when the block ends well;
+        ``sketch_dims`` numbers of every router's input with it. Raises UsageError for a model without MoE layers."""
         runtime = self._runtime
         config, needs = runtime.config, runtime.plan.needs
         if runtime.experts is None or config.moe is None:
             raise UsageError("--trace has no effect: this model has no experts")
         meta = TraceMeta(
             config.num_moe_layers, config.moe.num_experts, config.moe.num_experts_per_tok, source, needs.slot_bytes,
-            needs.fixed_bytes,
+            needs.fixed_bytes, sketch_dims,
         )  # fmt: skip
         writer = TraceWriter(path, meta)
         runtime.experts.trace = runtime.engine.trace = writer

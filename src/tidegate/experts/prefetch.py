@@ -51,9 +51,11 @@ class Prefetcher:
         for layer in range(min(self._options.staging - 1, self._num_layers)):
             self._fill(layer)
 
-    def after_route(self, layer: int, topk_expert_ids_TK: Array) -> None:
-        """Call it when the layer's own loads are queued."""
+    def after_route(self, layer: int, topk_expert_ids_TK: Array, hidden_TD: Array | None = None) -> None:
+        """Call it when the layer's own loads are queued; ``hidden_TD`` is what its router saw, or a sketch of it."""
         self._cache.cancel_refuted(layer)
+        if hidden_TD is not None:
+            self._predictor.observe_hidden(layer, hidden_TD)
         self._predictor.observe(layer, topk_expert_ids_TK)
         for ahead in range(1, self._options.staging):
             self._fill((layer + ahead) % self._num_layers)

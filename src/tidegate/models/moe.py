@@ -56,7 +56,8 @@ class MoeBlock(Generic[A]):
         x = backend.norm(x, weights.norm)
         routing = backend.route(x, weights.router)
         if experts.trace is not None:
-            experts.trace.record(routing.topk_expert_ids_TK, routing.topk_weights_TK)
+            hidden_TD = backend.numpy(x) if experts.trace.meta.sketch_dims else None
+            experts.trace.record(routing.topk_expert_ids_TK, routing.topk_weights_TK, hidden_TD)
 
         rows = routing.topk_expert_ids_TK.tolist()
         needed = sorted(set().union(*rows))

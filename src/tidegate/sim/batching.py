@@ -7,17 +7,27 @@ step, and who ends makes room for the next. Legend: T tokens (rows), L MoE layer
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 
 from tidegate.experts.trace import TraceChunk
-from tidegate.sim.replay import Step, needed
+from tidegate.sim.replay import Array, Step, needed
 
 
-def sequences(chunks: Iterable[TraceChunk]) -> Iterator[tuple[int, list[int], np.ndarray]]:
-    """(sequence id, tokens, experts [T, L, K]) of every sequence whose rows lie together, in order. A sequence that runs
-    beside others is gathered whole, so memory holds as many as ran at a time."""
-    open_parts: dict[int, list[tuple[np.ndarray, np.ndarray]]] = {}
+@dataclass(frozen=True)
+class Recorded:
+    """One sequence of a trace: token int32 [T], experts [T, L, K], sketch [T, L, S]."""
+
+    sequence: int
+    token_T: Array
+    experts_TLK: Array
+    sketch_TLS: Array
+
+
+def sequences(chunks: Iterable[TraceChunk]) -> Iterator[Recorded]:
+    """Every sequence, in order. One that runs beside others is gathered whole, so memory holds as many as ran at a time."""
+    open_parts: dict[int, list[tuple[Array, ...]]] = {}
     for chunk in chunks:
         order = np.argsort(chunk.sequence, kind="stable")
         ids, first = np.unique(chunk.sequence[order], return_index=True)
@@ -26,29 +36,26 @@ def sequences(chunks: Iterable[TraceChunk]) -> Iterator[tuple[int, list[int], np
             yield _joined(sequence, open_parts.pop(sequence))
         for sequence in dict.fromkeys(chunk.sequence.tolist()):
             rows = rows_of[sequence]
-            open_parts.setdefault(sequence, []).append((chunk.token[rows], chunk.experts[rows]))
+            open_parts.setdefault(sequence, []).append((chunk.token[rows], chunk.experts[rows], chunk.sketch[rows]))
     for sequence, parts in open_parts.items():
         yield _joined(sequence, parts)
 
 
-def _joined(sequence: int, parts: Sequence[tuple[np.ndarray, np.ndarray]]) -> tuple[int, list[int], np.ndarray]:
-    return sequence, np.concatenate([t for t, _ in parts]).tolist(), np.concatenate([e for _, e in parts])
+def _joined(sequence: int, parts: Sequence[tuple[Array, ...]]) -> Recorded:
+    return Recorded(sequence, *(np.concatenate(columns) for columns in zip(*parts, strict=True)))
 
 
 def batched(chunks: Iterable[TraceChunk], batch: int) -> Iterator[Step]:
     """Steps of up to ``batch`` rows, each of another sequence."""
     source = sequences(chunks)
-    running: list[tuple[int, list[int], np.ndarray]] = []
-    at: list[int] = []
+    running: list[tuple[Recorded, int]] = []
     while True:
         while len(running) < batch and (one := next(source, None)) is not None:
-            running.append(one)
-            at.append(0)
+            running.append((one, 0))
         if not running:
             return
-        experts_TLK = np.stack([experts[i] for (_, _, experts), i in zip(running, at, strict=True)])
-        tokens = [tokens[i] for (_, tokens, _), i in zip(running, at, strict=True)]
-        yield Step([sequence for sequence, _, _ in running], tokens, experts_TLK, needed(experts_TLK))
-        at = [i + 1 for i in at]
-        left = [row for row, (_, tokens, _) in enumerate(running) if at[row] < len(tokens)]
-        running, at = [running[row] for row in left], [at[row] for row in left]
+        experts_TLK = np.stack([one.experts_TLK[at] for one, at in running])
+        sketch_TLS = np.stack([one.sketch_TLS[at] for one, at in running])
+        ids, tokens = [one.sequence for one, _ in running], [int(one.token_T[at]) for one, at in running]
+        yield Step(ids, tokens, experts_TLK, sketch_TLS, needed(experts_TLK))
+        running = [(one, at + 1) for one, at in running if at + 1 < len(one.token_T)]

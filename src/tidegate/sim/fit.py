@@ -10,10 +10,12 @@ from typing import Any
 
 import numpy as np
 
+from tidegate.errors import UsageError
 from tidegate.experts.predictor import Calibration, HistoryPredictor, Predictor
 from tidegate.experts.predictor_counts import Groups, Markov, TokenTable
 from tidegate.experts.predictor_file import PREDICTORS, UNFITTED
-from tidegate.sim.fit_networks import fit_layer_mlp, fit_lstm, fit_window_mlp
+from tidegate.experts.predictor_networks import NextGate
+from tidegate.sim.fit_networks import fit_layer_mlp, fit_lstm, fit_next_gate, fit_window_mlp
 from tidegate.sim.groups import co_activation, grouped
 from tidegate.sim.rows import Array, Rows
 from tidegate.sim.token_table import count_tokens
@@ -26,6 +28,8 @@ def fit_predictor(kind: str, rows: Rows, *, lookahead: int = 1, horizon: int = 1
     networks' training sizes. The last tenth of the sequences calibrates and is not fitted to."""
     fitting, calibrating = rows.split(0.1) if len(rows.ids) > 1 else (rows, rows)
     shape = (rows.num_layers, rows.num_experts)
+    if kind == "next-gate":
+        return _fit_next_gate(fitting, calibrating, lookahead)
     predictor: HistoryPredictor
     if kind in UNFITTED:
         predictor = PREDICTORS[kind](*shape)
@@ -57,18 +61,40 @@ def calibrate(predictor: HistoryPredictor, rows: Rows, lookahead: int, most_toke
         sequence = -1 - start  # ids that no engine gives
         for t in range(start, min(stop, most_tokens)):
             predictor.begin_step([sequence], [int(rows.token_T[t])])
-            for layer in range(rows.num_layers):
-                if layer >= lookahead and layer % every == 0:
+            for layer in range(rows.num_layers - lookahead):
+                predictor.observe(layer, rows.experts_TLK[t : t + 1, layer])
+                target = layer + lookahead
+                if target % every == 0:
                     hot_E = np.zeros(rows.num_experts, np.uint8)
-                    hot_E[rows.experts_TLK[t, layer]] = 1
-                    scores.append(np.array(predictor.predict(layer)))
+                    hot_E[rows.experts_TLK[t, target]] = 1
+                    scores.append(np.array(predictor.predict(target)))
                     used.append(hot_E)
+            for layer in range(max(0, rows.num_layers - lookahead), rows.num_layers):
                 predictor.observe(layer, rows.experts_TLK[t : t + 1, layer])
         if stop >= most_tokens:
             break
     if not scores:
         return Calibration(np.array([0.0, 1.0]), np.array([0.0, 1.0]))
     return Calibration.fit(np.concatenate(scores), np.concatenate(used))
+
+
+def _fit_next_gate(fitting: Rows, calibrating: Rows, lookahead: int, most_tokens: int = 8000) -> NextGate:
+    """Raises UsageError for a trace without sketches."""
+    if not fitting.sketch_TLS.shape[2]:
+        raise UsageError("next-gate needs what the routers saw: record the trace with --sketch 128")
+    predictor = fit_next_gate(fitting.sketch_TLS[:most_tokens], fitting.hot()[:most_tokens], lookahead)
+    scores, used = [], []
+    hot_TLE = calibrating.hot()
+    for t in range(min(1000, len(hot_TLE))):
+        predictor.begin_step([0], [0])
+        for layer in range(calibrating.num_layers):
+            if layer >= lookahead:
+                scores.append(predictor.predict(layer))
+                used.append(hot_TLE[t, layer])
+            predictor.observe_hidden(layer, calibrating.sketch_TLS[t : t + 1, layer].astype(np.float32))
+    if scores:
+        predictor.calibration = Calibration.fit(np.concatenate(scores), np.concatenate(used))
+    return predictor
 
 
 def _fit_markov(rows: Rows) -> Markov:

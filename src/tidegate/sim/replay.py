@@ -38,17 +38,19 @@ class InstantLoader(Loader):
 
 @dataclass(frozen=True)
 class Step:
-    """One forward pass: its rows, and for every layer the distinct experts that they need, ascending."""
+    """One forward pass: its rows, and for every layer the distinct experts that they need, ascending. ``sketch_TLS`` is empty
+    for a trace without sketches."""
 
     sequence_T: list[int]
     token_T: list[int]
     experts_TLK: Array
+    sketch_TLS: Array
     needed_L: list[list[int]]
 
 
 def whole_steps(chunks: Iterable[TraceChunk]) -> Iterator[Step]:
     """The forward passes of a trace. A step may be cut by a chunk's end; it is put together again."""
-    pending: list[tuple[Array, Array, Array]] = []
+    pending: list[tuple[Array, ...]] = []
     pending_step = -1
     for chunk in chunks:
         cuts = np.flatnonzero(np.diff(chunk.step)) + 1
@@ -56,7 +58,8 @@ def whole_steps(chunks: Iterable[TraceChunk]) -> Iterator[Step]:
             if pending and chunk.step[start] != pending_step:
                 yield _step(pending)
                 pending = []
-            pending.append((chunk.sequence[start:stop], chunk.token[start:stop], chunk.experts[start:stop]))
+            part = slice(start, stop)
+            pending.append((chunk.sequence[part], chunk.token[part], chunk.experts[part], chunk.sketch[part]))
             pending_step = int(chunk.step[start])
     if pending:
         yield _step(pending)
@@ -67,12 +70,12 @@ def steps(chunks: Iterable[TraceChunk]) -> Iterator[list[list[int]]]:
     return (step.needed_L for step in whole_steps(chunks))
 
 
-def _step(parts: Sequence[tuple[Array, Array, Array]]) -> Step:
+def _step(parts: Sequence[tuple[Array, ...]]) -> Step:
     if len(parts) == 1:
-        sequence, token, experts = parts[0]
+        sequence, token, experts, sketch = parts[0]
     else:
-        sequence, token, experts = (np.concatenate(columns) for columns in zip(*parts, strict=True))
-    return Step(sequence.tolist(), token.tolist(), experts, needed(experts))
+        sequence, token, experts, sketch = (np.concatenate(columns) for columns in zip(*parts, strict=True))
+    return Step(sequence.tolist(), token.tolist(), experts, sketch, needed(experts))
 
 
 def needed(experts_TLK: Array) -> list[list[int]]:

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from tidegate.errors import UsageError
 from tidegate.experts.trace import TraceChunk
-from tidegate.sim.batching import sequences
+from tidegate.sim.batching import Recorded, sequences
 
 Array = NDArray[Any]
 
@@ -27,6 +27,7 @@ class Rows:
     offsets: Array
     token_T: Array
     experts_TLK: Array
+    sketch_TLS: Array
     num_experts: int
 
     @property
@@ -57,6 +58,7 @@ class Rows:
         return replace(
             self, ids=self.ids[start:stop], offsets=self.offsets[start : stop + 1] - first,
             token_T=self.token_T[first:last], experts_TLK=self.experts_TLK[first:last],
+            sketch_TLS=self.sketch_TLS[first:last],
         )  # fmt: skip
 
     def split(self, held_out_ratio: float) -> tuple[Rows, Rows]:
@@ -72,19 +74,19 @@ class Rows:
 
 def read_rows(chunks: Iterable[TraceChunk], num_experts: int, most_tokens: int | None = None) -> Rows:
     """Whole sequences from the start until there are ``most_tokens``; the last one is cut. Raises UsageError if empty."""
-    ids, tokens, experts, total = [], [], [], 0
-    for sequence, token_T, experts_TLK in sequences(chunks):
-        left = len(token_T) if most_tokens is None else most_tokens - total
+    taken, total = [], 0
+    for one in sequences(chunks):
+        left = len(one.token_T) if most_tokens is None else most_tokens - total
         if left <= 0:
             break
-        ids.append(sequence)
-        tokens.append(np.array(token_T[:left], np.int32))
-        experts.append(experts_TLK[:left])
-        total += len(tokens[-1])
+        taken.append(Recorded(one.sequence, one.token_T[:left], one.experts_TLK[:left], one.sketch_TLS[:left]))
+        total += len(taken[-1].token_T)
     if not total:
         raise UsageError("the trace has no tokens")
-    offsets = np.cumsum([0, *map(len, tokens)])
-    return Rows(ids, offsets, np.concatenate(tokens), np.concatenate(experts), num_experts)
+    offsets = np.cumsum([0, *(len(one.token_T) for one in taken)])
+    columns = zip(*((one.token_T, one.experts_TLK, one.sketch_TLS) for one in taken), strict=True)
+    token_T, experts_TLK, sketch_TLS = (np.concatenate(parts) for parts in columns)
+    return Rows([one.sequence for one in taken], offsets, token_T, experts_TLK, sketch_TLS, num_experts)
 
 
 def decayed_before(hot_TLE: Array, is_first_T: Array, fade: float) -> Array:

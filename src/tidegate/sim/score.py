@@ -1,7 +1,8 @@
 """How good a predictor is, on sequences that it was not fitted to.
 
-For every layer of every held-out token the predictor is asked ``lookahead`` layers before the router speaks. Legend: T rows, E
-experts of a layer, K experts per token.
+For every layer of every held-out token the predictor is asked when the router ``lookahead`` layers before has spoken.
+
+Legend: T rows, E experts of a layer, K experts per token.
 """
 
 from __future__ import annotations
@@ -76,19 +77,23 @@ def score_predictor(
     for t in range(min(most_tokens, len(rows.token_T))):
         predictor.begin_step([int(sequence_T[t])], [int(rows.token_T[t])])
         said: dict[int, Array] = {}
-        for layer in range(-lookahead, num_layers):
-            if layer + lookahead < num_layers:
-                began_ns = time.thread_time_ns()
-                probability_E = predictor.predict(layer + lookahead)
-                spent_ns += time.thread_time_ns() - began_ns
-                calls += 1
-                said[layer + lookahead] = np.array(probability_E)
+        for layer in range(-1, num_layers):
             if layer >= 0:
                 needed = sorted(rows.experts_TLK[t, layer].tolist())
                 _count(tally, said.pop(layer), needed, cache.resident(layer))
                 for _ in cache.visit(layer, needed):
                     pass
+                if rows.sketch_TLS.shape[2]:
+                    predictor.observe_hidden(layer, rows.sketch_TLS[t : t + 1, layer].astype(np.float32))
                 predictor.observe(layer, rows.experts_TLK[t : t + 1, layer])
+            targets = range(min(lookahead, num_layers)) if layer < 0 else range(layer + lookahead, layer + lookahead + 1)
+            for target in targets:
+                if target < num_layers:
+                    began_ns = time.thread_time_ns()
+                    probability_E = predictor.predict(target)
+                    spent_ns += time.thread_time_ns() - began_ns
+                    calls += 1
+                    said[target] = np.array(probability_E)
     return _score(tally, spent_ns / 1e3 / calls, lookahead, min(most_tokens, len(rows.token_T)), rows.num_experts_per_tok)
 
 

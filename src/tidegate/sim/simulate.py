@@ -123,7 +123,8 @@ def _visit(
     for placement in cache.visit(layer, step.needed_L[layer], step.experts_TLK[:, layer].tolist()):
         if prefetcher is not None:
             before = prefetcher.predictions
-            prefetcher.after_route(layer, step.experts_TLK[:, layer])
+            sketch_TS = step.sketch_TLS[:, layer] if step.sketch_TLS.shape[2] else None
+            prefetcher.after_route(layer, step.experts_TLK[:, layer], sketch_TS)
             loader.now_s += (prefetcher.predictions - before) * profile.predict_s
             prefetcher = None
         now_s = loader.now_s
