@@ -21,7 +21,8 @@ from tidegate.checkpoint.convert import convert
 def plan(*arguments: object, **environment: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         [sys.executable, "-m", "tidegate", "plan", *map(str, arguments)],
-        capture_output=True, text=True, check=False, timeout=120, env={**os.environ, **environment},
+        capture_output=True, text=True, check=False, timeout=120,
+        env={**os.environ, "TIDEGATE_CACHE": "/no/such/cache", **environment},  # nothing measured there
     )  # fmt: skip
 
 

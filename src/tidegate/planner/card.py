@@ -133,7 +133,7 @@ def expected_process(machine: Machine, vocab_size: int) -> ProcessMemory:
 def hits_of(model: PackedModel, plan: Plan, options: EngineOptions, trace: Path | None) -> HitRates:
     """The hit rate of a plan: replayed from a trace, or from a curve."""
     if trace is not None and plan.slots:
-        return replayed_hits(trace, plan.slots, plan.needs.num_experts, options.policy)
+        return replayed_hits(trace, plan.slots, plan.needs.num_experts, options.policy, options.sequences)
     return expected_hits(model.config.family, plan.resident_ratio)
 
 

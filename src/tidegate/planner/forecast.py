@@ -73,7 +73,7 @@ def make_forecast(
 ) -> Forecast:
     """Decode at half the context, all sequences running; a prompt of ``prompt_tokens`` by one sequence."""
     clock = _Clock(model, plan, sizes, machine, threads)
-    steps = [clock.decode(rate) for rate in (hits.expected, hits.low, hits.high)]
+    steps = [clock.decode(rate, hits.distinct) for rate in (hits.expected, hits.low, hits.high)]
     rates = [sizes.sequences / step.total_s for step in steps]
     prompt_s = clock.prompt(prompt_tokens)
     layer_s = (steps[0].total_s - steps[0].wait_s) / model.config.num_layers
@@ -109,19 +109,19 @@ class _Clock:
         macs = 3 * layout.hidden_size * layout.expert_dim
         return self.load_s * self._machine.prefill_macs_per_s(layout.fmt) * self._scale / macs
 
-    def decode(self, hit_rate: float) -> StepTimes:
-        """One token of every sequence, at half the context."""
+    def decode(self, hit_rate: float, distinct: float | None) -> StepTimes:
+        """One token of every sequence, at half the context. ``distinct`` experts a layer; None: by chance."""
         model, batch = self._model, self._sizes.sequences
         kv_s = batch * self._sizes.context_tokens / 2 * self._sizes.kv.token_bytes / self._memory
         experts_s = wait_s = 0.0
         moe = model.config.moe
         for layout in model.layouts:
             assert moe is not None
-            distinct = expected_union(moe.num_experts, moe.num_experts_per_tok, batch)
+            needed = distinct or expected_union(moe.num_experts, moe.num_experts_per_tok, batch)
             expert_s = self._expert_s(layout)
-            alone = distinct * expert_s
+            alone = needed * expert_s
             experts_s += alone
-            wait_s += self._layer_s(distinct, expert_s, hit_rate, layout.blob_bytes) - alone
+            wait_s += self._layer_s(needed, expert_s, hit_rate, layout.blob_bytes) - alone
         return StepTimes(self._dense_s(batch), kv_s, experts_s, wait_s, self._overhead_s())
 
     def prompt(self, tokens: int) -> float:

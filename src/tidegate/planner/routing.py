@@ -6,14 +6,20 @@ documents, ``HARD`` 64 experts with 6 a token over short unrelated prompts. Betw
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
 
 from tidegate.errors import UsageError
+from tidegate.experts.cache import ExpertCache
 from tidegate.experts.policy import policy_factory
-from tidegate.experts.trace import TraceReader
+from tidegate.experts.trace import TraceChunk, TraceReader
+from tidegate.sim.replay import InstantLoader
 
 Curve = tuple[tuple[float, float], ...]  # (share resident, hit rate), ascending
 EASY: Curve = (
@@ -32,12 +38,14 @@ _FAMILIES: Mapping[str, Curve] = {"gpt_oss": EASY}
 
 @dataclass(frozen=True)
 class HitRates:
-    """The hit rate expected of a decode step, and the range that it may fall in. ``source``: where it comes from."""
+    """The hit rate expected of a decode step, and the range that it may fall in. ``source``: where it comes from.
+    ``distinct``: experts that a layer needs in a step, where that is known."""
 
     expected: float
     low: float
     high: float
     source: str
+    distinct: float | None = None
 
 
 def expected_hits(family: str, resident_ratio: float) -> HitRates:
@@ -49,22 +57,40 @@ def expected_hits(family: str, resident_ratio: float) -> HitRates:
     return HitRates((low + high) / 2, low, high, "default curve; record one with tidegate trace")
 
 
-def replayed_hits(trace: Path, slots: Sequence[int], num_experts: int, policy: str) -> HitRates:
-    """By replaying a recorded trace through the engine's own cache. Raises UsageError for a trace of another model,
-    CorruptFile for a broken one."""
-    from tidegate.sim.replay import replay  # noqa: PLC0415
-
+def replayed_hits(trace: Path, slots: Sequence[int], num_experts: int, policy: str, sequences: int) -> HitRates:
+    """By replaying a recorded trace through the engine's own cache; steps of prompts warm it, only those of up to
+    ``sequences`` tokens count. Raises UsageError for a trace of another model or without such steps, CorruptFile."""
     reader = TraceReader(trace)
-    meta = reader.meta
-    if (meta.num_layers, meta.num_experts) != (len(slots), num_experts):
+    if (reader.meta.num_layers, reader.meta.num_experts) != (len(slots), num_experts):
         raise UsageError(
-            f"--trace {trace}: recorded with {meta.num_layers} layers of {meta.num_experts} experts; "
+            f"--trace {trace}: recorded with {reader.meta.num_layers} layers of {reader.meta.num_experts} experts; "
             f"this model has {len(slots)} of {num_experts}"
         )
-    counters = replay(reader, slots, num_experts, policy_factory(policy))
-    visits = counters.demand_hits + counters.misses
-    rate = counters.demand_hits / visits if visits else 1.0
-    return HitRates(rate, rate, rate, f"replay of {trace.name}")
+    cache = ExpertCache(slots, num_experts, policy_factory(policy), InstantLoader(), share=True)
+    visits = misses = events = 0
+    for experts_TLK in _steps(reader):
+        before = cache.counters.misses
+        needed = [np.unique(experts_TLK[:, layer]).tolist() for layer in range(len(slots))]
+        for layer, experts in enumerate(needed):
+            for _ in cache.visit(layer, experts):
+                pass
+        if len(experts_TLK) <= sequences:
+            events += len(slots)
+            visits += sum(map(len, needed))
+            misses += cache.counters.misses - before
+    if not visits:
+        raise UsageError(f"--trace {trace}: has no step of up to {sequences} tokens; record one with --answer 64")
+    rate = 1 - misses / visits
+    return HitRates(rate, rate, rate, f"replay of {trace.name}", visits / events)
+
+
+def _steps(chunks: Iterable[TraceChunk]) -> Iterator[NDArray[Any]]:
+    """Experts [T, L, K] of one forward pass after the other; one that a chunk's end cuts comes as two."""
+    for chunk in chunks:
+        cuts = [0, *(np.flatnonzero(np.diff(chunk.step)) + 1).tolist(), len(chunk.step)]
+        for start, stop in pairwise(cuts):
+            if stop > start:
+                yield chunk.experts[start:stop]
 
 
 def _at(curve: Curve, x: float) -> float:

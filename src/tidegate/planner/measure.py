@@ -1,0 +1,246 @@
+"""Measures this machine in a few seconds: memory, kernels, the disk under a path, and what a layer costs beside its bytes.
+
+T tokens, N outputs, K inputs, S slots.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from pathlib import Path
+from tempfile import NamedTemporaryFile, TemporaryDirectory
+
+import numpy as np
+
+from tidegate import _core
+from tidegate.backends.base import ByteArray
+from tidegate.errors import TidegateError
+from tidegate.memory.arena import Arena
+from tidegate.memory.ledger import Ledger
+from tidegate.planner.machine import DiskRate, Machine, fingerprint
+from tidegate.planner.tiny_store import write_tiny_store
+from tidegate.quant.formats import Format
+from tidegate.quant.layout import ExpertLayout
+from tidegate.quant.native import native_format
+
+FORMATS = ("int4-g32", "int8-g32", "mxfp4-g32", "bf16", "f32")
+EXPERT_FORMATS = ("int4-g32", "int8-g32", "mxfp4-g32", "bf16")
+BLOCK_SIZES = (64 << 10, 256 << 10, 1 << 20, 4 << 20)
+MEMORY_BYTES, MATRIX_BYTES, PROMPT_MATRIX_BYTES, FILE_BYTES = 192 << 20, 176 << 20, 8 << 20, 192 << 20
+INPUTS, WIDTH, EXPERTS, PROMPT_TOKENS = 2048, 768, 8, 256
+ROUNDS = 4
+_FILL = 0x33  # a byte that makes every format's scales and floats ordinary numbers
+
+
+def measure_machine(path: Path, threads: int) -> Machine:
+    """Takes about five seconds and 0.4 GiB. ``path``: a file to read, or a folder in which one is written for a moment.
+    ``busy_ratio`` says how much others computed meanwhile."""
+    others = _OtherWork()
+    isa = _core.available_isas()[0]
+    with _memory(MEMORY_BYTES + (64 << 20)) as memory:
+        weights, workspace = memory[:MEMORY_BYTES], memory[MEMORY_BYTES:]
+        weights[:] = _FILL
+        counts = sorted({1, *(1 << n for n in range(threads.bit_length()) if 1 << n <= threads), threads})
+        bandwidth = {n: _Kernels(weights, _core.Compute(n, workspace, isa)).reads() for n in counts}
+        kernels = _Kernels(weights, _core.Compute(threads, workspace, isa))
+        decode = {name: kernels.decode(Format.parse(name)) for name in FORMATS}
+        experts = {name: kernels.experts(Format.parse(name)) for name in EXPERT_FORMATS}
+        prefill = {name: kernels.prefill(Format.parse(name)) for name in FORMATS}
+        isas = {
+            name: _Kernels(weights, _core.Compute(threads, workspace, name)).decode(Format("int4", 32))
+            for name in _core.available_isas()
+        }
+    disk = measure_disk(path)
+    layer_s, runtime_bytes = _engine_overhead(threads)
+    busy = others.ratio()
+    return Machine(
+        fingerprint(), threads, bandwidth, decode, experts, prefill, isas, layer_s, disk, runtime_bytes, round(busy, 3)
+    )
+
+
+def measure_disk(path: Path) -> tuple[DiskRate, ...]:
+    """Direct reads of random blocks of ``path`` (a file of at least 8 MiB, dropped from the page cache first), or of a file
+    that is written into that folder for a moment."""
+    if path.is_file() and path.stat().st_size >= 2 * BLOCK_SIZES[-1]:
+        return tuple(_disk_rate(path, size) for size in BLOCK_SIZES)
+    folder = path if path.is_dir() else path.parent
+    with NamedTemporaryFile(dir=folder, prefix=".tidegate-hardware-") as file:
+        data = np.random.default_rng(0).integers(0, 256, 1 << 20, np.uint8).tobytes()
+        for _ in range(FILE_BYTES // len(data)):
+            file.write(data)
+        file.flush()
+        os.fsync(file.fileno())
+        return tuple(_disk_rate(Path(file.name), size) for size in BLOCK_SIZES)
+
+
+class _Kernels:
+    """Rates of the native kernels on weights that are far larger than the caches."""
+
+    def __init__(self, weights: ByteArray, compute: _core.Compute) -> None:
+        self._weights, self._compute = weights, compute
+
+    def reads(self) -> float:
+        """Bytes a second of plain reads."""
+        return self._weights.size / self._fastest(
+            lambda: _core.read_all(self._compute, self._weights), rounds=2 * ROUNDS
+        )
+
+    def decode(self, fmt: Format) -> float:
+        """Packed bytes a second: one token through one large matrix."""
+        rows = _rows_of(fmt, MATRIX_BYTES)
+        return fmt.packed_bytes(rows, INPUTS) / self._linear_s(fmt, rows, 1)
+
+    def prefill(self, fmt: Format) -> float:
+        """Multiply-adds a second: many tokens through a matrix."""
+        rows = _rows_of(fmt, PROMPT_MATRIX_BYTES)
+        return PROMPT_TOKENS * rows * INPUTS / self._linear_s(fmt, rows, PROMPT_TOKENS)
+
+    def experts(self, fmt: Format) -> float:
+        """Packed bytes a second: one token through 8 experts, others every time."""
+        layout = ExpertLayout.of(INPUTS, WIDTH, fmt, False)
+        native = _core.ExpertLayout(
+            INPUTS, WIDTH, native_format(fmt), native_format(fmt), False, layout.up_offset, layout.down_offset,
+            layout.bias_offset,
+        )  # fmt: skip
+        size = layout.blob_bytes
+        slots = [self._weights[start : start + size] for start in range(0, self._weights.size - size, size)]
+        source, ids = _core.ReadySlots(slots), np.arange(EXPERTS, dtype=np.int32)[None]
+        gates = np.full((1, EXPERTS), 1 / EXPERTS, np.float32)
+        activation = _core.ActivationParams(_core.Activation.silu, 1.0, 0.0)
+        turn = 0
+
+        def run() -> None:
+            nonlocal turn
+            x = self._compute.from_numpy(np.ones((1, INPUTS), np.float32))
+            step = _core.MoeStep(self._compute, x, ids, gates, native, activation)
+            chosen = [(turn + n) % len(slots) for n in range(EXPERTS)]
+            step.run(range(EXPERTS), chosen, source)
+            step.finish()
+            turn += EXPERTS
+
+        return EXPERTS * size / self._fastest(run, rounds=3 * ROUNDS)
+
+    def _linear_s(self, fmt: Format, rows: int, tokens: int) -> float:
+        data = self._weights[: fmt.packed_bytes(rows, INPUTS)]
+        matrix = _core.PackedMatrix(data, native_format(fmt), rows, INPUTS, None)
+        inputs = np.ones((tokens, INPUTS), np.float32)
+        return self._fastest(
+            lambda: _core.linear(self._compute, self._compute.from_numpy(inputs), matrix), rounds=ROUNDS
+        )
+
+    def _fastest(self, run: Callable[[], object], rounds: int) -> float:
+        best_s = float("inf")
+        for _ in range(rounds):
+            mark = self._compute.mark()
+            start_s = time.perf_counter()
+            run()
+            best_s = min(best_s, time.perf_counter() - start_s)
+            self._compute.release(mark)
+        return best_s
+
+
+def _rows_of(fmt: Format, nbytes: int) -> int:
+    """Rows of INPUTS that make a matrix of about that size."""
+    return nbytes * 16 // fmt.packed_bytes(16, INPUTS) // 16 * 16
+
+
+def _disk_rate(path: Path, block_bytes: int) -> DiskRate:
+    """One block alone, a dozen times (the median); then 64 MiB or 128 blocks with two in flight."""
+    files = _core.FileSet([str(path)], _core.PosixReader(), False)
+    _drop_from_cache(path)
+    offsets = np.random.default_rng(block_bytes).permutation(path.stat().st_size // block_bytes) * block_bytes
+    with _memory(2 * BLOCK_SIZES[-1]) as memory:
+        buffers = [memory[:block_bytes], memory[BLOCK_SIZES[-1] :][:block_bytes]]
+
+        def read(offset: int, buffer: ByteArray) -> None:
+            got, error = files.read(0, offset, buffer, 1 << 20)
+            if got != buffer.size:
+                raise OSError(error, os.strerror(error), str(path))
+
+        alone_s = []
+        for offset in offsets[:12].tolist():
+            start_s = time.perf_counter()
+            read(offset, buffers[0])
+            alone_s.append(time.perf_counter() - start_s)
+        rest = offsets[12:][: max(4, min(128, (64 << 20) // block_bytes))].tolist() or offsets.tolist()
+
+        def read_all(number: int) -> None:
+            for offset in rest[number::2]:
+                read(offset, buffers[number])
+
+        start_s = time.perf_counter()
+        with ThreadPoolExecutor(2) as pool:
+            list(pool.map(read_all, range(2)))
+        elapsed_s = time.perf_counter() - start_s
+    return DiskRate(block_bytes, float(np.median(alone_s)), len(rest) * block_bytes / elapsed_s)
+
+
+def _drop_from_cache(path: Path) -> None:
+    fd = os.open(path, os.O_RDONLY)
+    try:
+        os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
+    finally:
+        os.close(fd)
+
+
+_CHILD = """
+import json, sys
+import tidegate.cli.run
+from tidegate import load
+with load(sys.argv[1], memory="1GiB", context=256, threads=int(sys.argv[2])) as model:
+    model.generate([1, 2, 3], max_tokens=16, ignore_eos=True)
+    before = model.stats()
+    model.generate([1, 2, 3], max_tokens=128, ignore_eos=True)
+    after = model.stats()
+    step_s = (after["decode_s"] - before["decode_s"]) / (after["decode_tokens"] - before["decode_tokens"])
+    print(json.dumps([step_s / model.runtime.config.num_layers, model.plan.needs.runtime_bytes]))
+"""
+
+
+def _engine_overhead(threads: int) -> tuple[float, int]:
+    """Seconds a layer, and bytes of the process before the arena: of a model whose weights are next to nothing."""
+    with TemporaryDirectory(prefix="tidegate-hardware-") as folder:
+        store = write_tiny_store(Path(folder) / "store")
+        command = [sys.executable, "-c", _CHILD, str(store), str(threads)]
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise TidegateError(f"the probe of a layer's overhead failed: {done.stderr.strip().splitlines()[-1:]}")
+    layer_s, runtime_bytes = json.loads(done.stdout.splitlines()[-1])
+    return float(layer_s), int(runtime_bytes)
+
+
+@contextmanager
+def _memory(nbytes: int) -> Iterator[ByteArray]:
+    """Memory as the engine has it: huge pages, present."""
+    ledger = Ledger(nbytes + (4 << 20))
+    arena = Arena(ledger, nbytes)
+    try:
+        yield arena.carve(ledger.account("probe"), nbytes)
+    finally:
+        arena.close()
+
+
+class _OtherWork:
+    """The share of the processors that other processes (and other machines on this host) take, from now on."""
+
+    def __init__(self) -> None:
+        self._start = self._read()
+
+    def ratio(self) -> float:
+        busy, everything, own = (now - then for now, then in zip(self._read(), self._start, strict=True))
+        return max(0.0, busy - own) / everything if everything else 0.0
+
+    @staticmethod
+    def _read() -> tuple[float, float, float]:
+        """Busy and total seconds of all processors, and this process's own with its children."""
+        ticks = [int(word) for word in Path("/proc/stat").read_text().splitlines()[0].split()[1:9]]
+        hertz = os.sysconf("SC_CLK_TCK")
+        times = os.times()
+        own = times.user + times.system + times.children_user + times.children_system
+        return (sum(ticks) - ticks[3] - ticks[4]) / hertz, sum(ticks) / hertz, own

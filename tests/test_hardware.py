@@ -1,0 +1,113 @@
+"""Rates of a machine: measured for real, kept, found again, scaled; and who else is computing."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from tidegate.cli import hardware as command_module
+from tidegate.cli import main
+from tidegate.planner import machine as machine_module
+from tidegate.planner import measure
+from tidegate.planner.machine import (
+    DiskRate,
+    Machine,
+    assumed_machine,
+    file_system,
+    fingerprint,
+    keep_machine,
+    load_machine,
+)
+from tidegate.quant.formats import Format
+
+
+@pytest.fixture(autouse=True)
+def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TIDEGATE_CACHE", str(tmp_path / "cache"))
+
+
+@pytest.fixture
+def small(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The same measurement with less memory and a smaller file."""
+    sizes = {"MEMORY_BYTES": 40 << 20, "MATRIX_BYTES": 8 << 20, "PROMPT_MATRIX_BYTES": 1 << 20, "FILE_BYTES": 16 << 20}
+    for name, size in sizes.items():
+        monkeypatch.setattr(measure, name, size)
+
+
+def test_a_measurement_is_whole_and_leaves_nothing_behind(small: None, tmp_path: Path) -> None:
+    found = measure.measure_machine(tmp_path, 2)
+    assert found.fingerprint == fingerprint() and set(found.memory) == {1, 2}
+    rates = [*found.memory.values(), *found.decode.values(), *found.experts.values(), *found.prefill.values()]
+    assert min(rates) > 1e6 and set(found.isas) >= {"portable"}
+    assert [disk.block_bytes for disk in found.disk] == list(measure.BLOCK_SIZES)
+    assert all(disk.latency_s > 0 and disk.bytes_per_s > 0 for disk in found.disk)
+    assert 0 < found.layer_s < 1 and 20 << 20 < found.runtime_bytes < 200 << 20 and 0 <= found.busy_ratio <= 1
+    assert not list(tmp_path.glob(".tidegate*"))
+    assert Machine.from_json(json.loads(json.dumps(found.to_json()))) == found
+
+
+def test_kept_for_this_machine_and_disk_only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    mine = replace(assumed_machine(2), fingerprint=fingerprint(), layer_s=7e-6, is_measured=True)
+    assert not load_machine(tmp_path).is_measured
+    keep_machine(mine, tmp_path)
+    assert load_machine(tmp_path / "not there yet") == mine
+    assert load_machine("/proc") == mine, "another disk of this machine: better than nothing"
+    keep_machine(replace(mine, layer_s=8e-6), "/proc")
+    assert file_system("/proc") != file_system(tmp_path)
+    assert (load_machine("/proc").layer_s, load_machine(tmp_path).layer_s) == (8e-6, 7e-6)
+    monkeypatch.setattr(machine_module, "fingerprint", lambda: "another machine")
+    assert not load_machine(tmp_path).is_measured
+
+
+@pytest.mark.parametrize("text", ["", "[]", "{", '{"x": 1}'])
+def test_a_broken_file_is_as_good_as_none(text: str, tmp_path: Path) -> None:
+    file = tmp_path / "cache" / "hardware.json"
+    file.parent.mkdir()
+    file.write_text(text)
+    assert not load_machine(tmp_path).is_measured
+    keep_machine(replace(assumed_machine(1), fingerprint=fingerprint()), tmp_path)
+    assert load_machine(tmp_path).fingerprint == fingerprint()
+
+
+def test_rates_between_and_beyond_what_was_measured() -> None:
+    disk = (DiskRate(1 << 16, 1e-4, 1e9), DiskRate(1 << 20, 1e-3, 2e9))
+    machine = replace(assumed_machine(2), disk=disk, decode={"int4-g32": 1.0, "bf16": 2.0, "f32": 3.0})
+    assert machine.load_s(1 << 16) == pytest.approx(1e-4) and machine.load_s(1 << 20) == pytest.approx(1e-3)
+    assert 1e-4 < machine.load_s(1 << 18) < 1e-3 < machine.load_s(1 << 22) == pytest.approx(4e-3)
+    assert machine.disk_bytes_per_s(1 << 25) == 2e9
+    assert machine.decode_bytes_per_s(Format("int4", 64, True)) == 1.0, "the nearest kind"
+    assert machine.decode_bytes_per_s(None) == 3.0
+    twice = machine.with_rates(int(2 * machine.memory_bytes_per_s(2)), int(4e9))
+    assert twice.decode_bytes_per_s(Format("bf16")) == pytest.approx(4.0)
+    assert twice.load_s(1 << 20) == pytest.approx(5e-4) and twice.disk_bytes_per_s(1 << 20) == pytest.approx(4e9)
+    assert machine.with_rates(None, None) == machine
+
+
+def test_work_of_others_is_seen() -> None:
+    with subprocess.Popen([sys.executable, "-c", "while True: pass"]) as spinning:
+        others = measure._OtherWork()
+        time.sleep(1.0)
+        assert others.ratio() > 0.05
+        spinning.kill()
+
+
+def test_a_busy_machine_is_measured_again_and_its_result_not_kept(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    busy = iter([0.5, 0.3, 0.4, 0.2, 0.0])
+    base = replace(assumed_machine(2), fingerprint=fingerprint(), isas={"portable": 1e9})
+    monkeypatch.setattr(command_module, "measure_machine", lambda path, threads: replace(base, busy_ratio=next(busy)))
+    assert main(["hardware", str(tmp_path)]) == 1
+    shown = capsys.readouterr()
+    assert "others used 30% of the processors" in shown.out, "the least busy one is shown"
+    assert shown.err.count("measuring again") == 2 and "not kept" in shown.err
+    assert not load_machine(tmp_path).fingerprint
+    assert main(["hardware", str(tmp_path), "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["busy_ratio"] == 0.0
+    assert load_machine(tmp_path).fingerprint == fingerprint()
