@@ -47,20 +47,6 @@ PreparedRows::PreparedRows(Compute& compute, const WeightFormat& format, std::in
   }
 }
 
-Tile PreparedRows::tile(std::int64_t index) const {
-  const std::int64_t first = index * tile_tokens_;
-  Tile tile = all_;
-  tile.tokens = static_cast<int>(std::min<std::int64_t>(tile_tokens_, tokens_ - first));
-  if (tile.values) {
-    tile.values += first * padded_k_;
-  } else {
-    tile.codes += first * padded_k_;
-    tile.scales += first * groups_;
-    tile.sums += first * groups_;
-  }
-  return tile;
-}
-
 PreparedRows PreparedRows::of(Compute& compute, const WeightFormat& format, const Matrix& x, std::int64_t k,
                               int tile_tokens) {
   PreparedRows rows(compute, format, x.rows, k, tile_tokens);

@@ -21,7 +21,13 @@ class PreparedRows {
   std::int64_t tokens() const { return tokens_; }
   std::int64_t num_tiles() const { return (tokens_ + tile_tokens_ - 1) / tile_tokens_; }
   int tile_tokens() const { return tile_tokens_; }
-  Tile tile(std::int64_t index) const;
+  Tile tile(std::int64_t index) const {
+    const std::int64_t first = index * tile_tokens_, left = tokens_ - first;
+    const int count = left < tile_tokens_ ? static_cast<int>(left) : tile_tokens_;
+    // Built in one go: a copy that is then corrected makes the processor wait for its own stores, and all work before.
+    if (all_.values) return {count, nullptr, nullptr, nullptr, all_.values + first * padded_k_};
+    return {count, all_.codes + first * padded_k_, all_.scales + first * groups_, all_.sums + first * groups_, nullptr};
+  }
 
  private:
   std::int64_t tokens_ = 0, padded_k_ = 0, groups_ = 0;
