@@ -243,6 +243,33 @@ EXPERIMENTS: tuple[Callable[[Bench], Table], ...] = (
 )  # fmt: skip
 
 
+def plot_speed(out: Path) -> None:
+    """What each means buys by R, from the tables of ``staging`` and ``bits``: OUT/speed.png."""
+    from matplotlib.figure import Figure  # noqa: PLC0415  (an optional extra)
+
+    lines = {}
+    for name, label in (("staging", "perfect, 2"), ("staging", "mlp, 2"), ("bits", "(decayed"), ("bits", "3 bits, 10 slots"),
+                        ("bits", "2 bits, 14 slots")):  # fmt: skip
+        rows = json.loads((out / f"{name}.json").read_text())["rows"]
+        row = next(row for row in rows if row[0].startswith(label))
+        lines[row[0].strip("()")] = [float(str(cell).split()[0]) for cell in row[1 : 1 + len(RATIOS)]]
+    figure = Figure(figsize=(7.6, 3.8), dpi=100, layout="constrained")
+    axes = figure.add_subplot()
+    for label, values in lines.items():
+        axes.plot(RATIOS, values, marker="o", label=label)
+    axes.axhline(1, color="#777", linewidth=1)
+    axes.set_xscale("log")
+    axes.set_yscale("log")
+    axes.set_xticks(RATIOS, [f"{ratio:g}" for ratio in RATIOS])
+    axes.set_yticks([1, 1.5, 2, 3], ["1", "1.5", "2", "3"])
+    axes.minorticks_off()
+    axes.set_xlabel("R: time to load an expert / time to compute a layer")
+    axes.set_ylabel("speed-up")
+    axes.grid(alpha=0.3)
+    axes.legend(frameon=False)
+    figure.savefig(out / "speed.png")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n", 1)[0])
     parser.add_argument("trace", type=Path)
@@ -262,6 +289,8 @@ def main() -> None:
             (options.out / f"{name}.md").write_text(text + "\n", encoding="utf-8")
             (options.out / f"{name}.json").write_text(json.dumps({"title": title, "head": head, "rows": rows}))
             print(text, flush=True)
+    if options.only is None:
+        plot_speed(options.out)
 
 
 if __name__ == "__main__":
