@@ -19,7 +19,7 @@ def _json(capsys: pytest.CaptureFixture[str], *arguments: str) -> dict:
 
 
 def test_a_grid_of_policies_and_budgets(capsys) -> None:
-    arguments = ["simulate", TRACE, *SIZE, "--tokens", "150", "--fixed", "1GiB", "--memory", "3GiB,5GiB"]
+    arguments = ["simulate", TRACE, *SIZE, "--tokens", "150", "--fixed", "1GiB", "--memory", "3GiB,5GiB", "--no-share"]
     results = _json(capsys, *arguments, "--policy", "lru,decayed-lfu", "--predictor", "none,decayed")["results"]
     assert len(results) == 8
     for one in results:
@@ -33,6 +33,15 @@ def test_a_grid_of_policies_and_budgets(capsys) -> None:
     assert large > small
     again = _json(capsys, *arguments, "--policy", "lru,decayed-lfu", "--predictor", "none,decayed")["results"]
     assert again == results
+
+
+def test_machine_flags_and_sharing_change_the_answer(capsys) -> None:
+    arguments = ["simulate", TRACE, *SIZE, "--tokens", "500", "--slots", "8", "--disk", "2GB", "--ram", "20GB"]
+    (shared,) = _json(capsys, *arguments)["results"]
+    (fixed,) = _json(capsys, *arguments, "--no-share")["results"]
+    (slow,) = _json(capsys, *arguments[:-4], "--disk", "200MB", "--ram", "20GB")["results"]
+    assert shared["misses"] != fixed["misses"] and slow["misses"] == shared["misses"]
+    assert slow["load_ratio"] > 5 * shared["load_ratio"] and slow["tokens_per_s"] < 0.3 * shared["tokens_per_s"]
 
 
 def test_sweep_shows_the_best_and_their_flags(capsys) -> None:

@@ -16,6 +16,8 @@ from tidegate.experts.predictor import Predictor
 from tidegate.experts.predictor_file import find_predictor
 from tidegate.experts.trace import TraceMeta, TraceReader
 from tidegate.plan import Needs, make_plan
+from tidegate.planner.machine import Machine, load_machine
+from tidegate.quant.formats import Format
 from tidegate.sim.batching import batched
 from tidegate.sim.oracle import Oracle
 from tidegate.sim.replay import Step, whole_steps
@@ -44,13 +46,17 @@ def command(
     ] = "0",
     tokens: Annotated[int, typer.Option(min=1, help="Stop after this many steps of the trace.")] = 4000,
     most: Annotated[int, typer.Option(min=1, help="Speculative loads a layer at most.")] = 4,
-    disk: Annotated[str, typer.Option(metavar="BYTES", rich_help_panel=_MACHINE, help="Disk read rate a second.")] = "1.7GB",
+    no_share: Annotated[bool, typer.Option("--no-share", help="Slots do not move between layers.")] = False,
+    disk: Annotated[
+        str | None,
+        typer.Option(metavar="BYTES", rich_help_panel=_MACHINE, help="Disk reads a second; default: tidegate hardware's."),
+    ] = None,
     ram: Annotated[
-        str, typer.Option(metavar="BYTES", rich_help_panel=_MACHINE, help="Rate a second at which experts compute.")
-    ] = "20GB",
+        str | None,
+        typer.Option(metavar="BYTES", rich_help_panel=_MACHINE, help="Memory reads a second; default: tidegate hardware's."),
+    ] = None,
     dense_us: Annotated[float, typer.Option(rich_help_panel=_MACHINE, help="A layer without its routed experts.")] = 300.0,
     token_us: Annotated[float, typer.Option(rich_help_panel=_MACHINE, help="Embedding, logits and sampling.")] = 1000.0,
-    latency_us: Annotated[float, typer.Option(rich_help_panel=_MACHINE, help="Of one disk read.")] = 100.0,
     predict_us: Annotated[float, typer.Option(rich_help_panel=_MACHINE, help="One call of the predictor.")] = 20.0,
     expert_size: Annotated[
         str | None,
@@ -70,10 +76,9 @@ def command(
     expert_bytes = parse_bytes(expert_size, "--expert-bytes") if expert_size else meta.expert_bytes
     if not expert_bytes:
         raise UsageError(f"{trace} does not say how large an expert is; add --expert-bytes")
-    profile = Profile(
-        expert_bytes, parse_bytes(disk, "--disk"), expert_bytes / parse_bytes(ram, "--ram"), dense_us * 1e-6,
-        token_us * 1e-6, latency_us * 1e-6, predict_us * 1e-6,
-    )  # fmt: skip
+    rates = {name: parse_bytes(text, f"--{name}") if text else None for name, text in (("ram", ram), ("disk", disk))}
+    machine = load_machine(trace).with_rates(rates["ram"], rates["disk"])
+    profile = _profile(machine, expert_bytes, recorded_bits, dense_us, token_us, predict_us)
     fixed_bytes = parse_bytes(fixed, "--fixed") if fixed else meta.fixed_bytes
     grid = list(
         _configurations(
@@ -81,13 +86,27 @@ def command(
             expert_bytes, fixed_bytes, recorded_bits,
         )
     )  # fmt: skip
-    run = _sweep(reader, tokens, profile, recorded_bits, most)
+    run = _sweep(reader, tokens, profile, recorded_bits, most, share=not no_share)
     results = [run.run(config) for config in grid]
     _show(results, pareto(results) if sweep else results, sweep, as_json)
     return 0
 
 
-def _sweep(reader: TraceReader, tokens: int, profile: Profile, recorded_bits: int, most: int) -> Sweep:
+def _profile(
+    machine: Machine, expert_bytes: int, recorded_bits: int, dense_us: float, token_us: float, predict_us: float
+) -> Profile:
+    bandwidth = machine.disk_bytes_per_s(expert_bytes)
+    kind = "int4-g32" if recorded_bits <= 4 else "int8-g32"
+    return Profile(
+        expert_bytes, bandwidth, expert_bytes / machine.decode_bytes_per_s(Format.parse(kind), experts=True),
+        dense_us * 1e-6, token_us * 1e-6, max(0.0, machine.load_s(expert_bytes) - expert_bytes / bandwidth),
+        predict_us * 1e-6,
+    )  # fmt: skip
+
+
+def _sweep(
+    reader: TraceReader, tokens: int, profile: Profile, recorded_bits: int, most: int, *, share: bool
+) -> Sweep:
     meta, cached = reader.meta, dict[int, list[Step]]()
 
     def steps_of(batch: int) -> list[Step]:
@@ -103,7 +122,10 @@ def _sweep(reader: TraceReader, tokens: int, profile: Profile, recorded_bits: in
             return Oracle(meta.num_layers, meta.num_experts)
         return find_predictor(name, meta.num_layers, meta.num_experts)
 
-    return Sweep(steps_of, meta.num_experts, meta.num_experts_per_tok, profile, recorded_bits, make_predictor, most)
+    return Sweep(
+        steps_of, meta.num_experts, meta.num_experts_per_tok, profile, recorded_bits, make_predictor, most,
+        share=share,
+    )  # fmt: skip
 
 
 def _places(memory: str | None, slots: str | None) -> list[tuple[str, str]]:

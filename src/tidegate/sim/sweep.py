@@ -87,11 +87,14 @@ class Sweep:
         recorded_bits: int,
         make_predictor: Callable[[str], Predictor | None],
         most: int = 4,
+        *,
+        share: bool = True,
     ) -> None:
-        """``steps_of(batch)`` gives the steps from the start; ``profile`` is that of the recorded bits."""
+        """``steps_of(batch)`` gives the steps from the start; ``profile`` is that of the recorded bits. ``share``: slots move
+        between layers, as in the engine; the bounds are always those of fixed slots."""
         self._steps_of, self._num_experts, self._top = steps_of, num_experts, num_experts_per_tok
         self._profile, self._recorded_bits, self._make_predictor = profile, recorded_bits, make_predictor
-        self._most = most
+        self._most, self._share = most, share
         self._bounds: dict[tuple[tuple[int, ...], int], tuple[float, float, float]] = {}
 
     def run(self, config: Configuration) -> Result:
@@ -100,7 +103,7 @@ class Sweep:
         predictor = self._make_predictor(config.predictor) if config.staging > 1 else None
         outcome = simulate(
             self._steps_of(config.batch), config.slots, self._num_experts, policy_factory(config.policy), profile,
-            predictor, options,
+            predictor, options, share=self._share,
         )  # fmt: skip
         return Result(config, outcome, profile.load_ratio(self._top), *self.bounds(config.slots, config.batch))
 
