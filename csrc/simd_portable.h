@@ -87,9 +87,9 @@ struct Portable {
 
   // 64 codes, four a row, as the numbers that meet the inputs.
   struct Codes { std::int16_t v[64]; };
-  // Four inputs of a token.
-  using Inputs = const std::int8_t*;
-  static Inputs load_inputs(const std::int8_t* p) { return p; }
+  // Four inputs of a token, twice, which makes one short vector.
+  struct Inputs { std::int16_t v[8]; };
+  static Inputs load_inputs(const std::int8_t* p) { return {{p[0], p[1], p[2], p[3], p[0], p[1], p[2], p[3]}}; }
   static constexpr int sum_factor(Kind kind, bool has_min) {
     return has_min ? 1 : kind == Kind::int8 ? -128 : kind == Kind::int4 ? -8 : 0;
   }
@@ -106,16 +106,23 @@ struct Portable {
       high.v[i] = kKind == Kind::mxfp4 ? kMxfp4Values[p[i] >> 4] : p[i] >> 4;
     }
   }
+  // Sums stay apart until total(), so that the loop is element by element and compilers turn it into vector code.
   template <Kind kKind, bool kMin>
   struct Dot {
-    I sum;
-    void start(std::int32_t group_sum) { sum = set_int(kMin ? 0 : group_sum); }
+    std::int32_t parts[64];
+    std::int32_t first;
+    void start(std::int32_t group_sum) {
+      first = kMin ? 0 : group_sum;
+      for (std::int32_t& part : parts) part = 0;
+    }
     void add(const Codes& w, const Inputs& x) {
-      for (int i = 0; i < 16; ++i)
-        sum.v[i] += w.v[4 * i] * x[0] + w.v[4 * i + 1] * x[1] + w.v[4 * i + 2] * x[2] + w.v[4 * i + 3] * x[3];
+      for (int i = 0; i < 64; i += 8)
+        for (int j = 0; j < 8; ++j) parts[i + j] += w.v[i + j] * x.v[j];
     }
     void end_chunk() {}
-    I total() const { return sum; }
+    I total() const {
+      return map<I>([&](int i) { return first + parts[4 * i] + parts[4 * i + 1] + parts[4 * i + 2] + parts[4 * i + 3]; });
+    }
   };
 
  private:
