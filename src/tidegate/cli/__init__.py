@@ -22,6 +22,7 @@ COMMANDS = {
     "info": "Show what is in a checkpoint or a store.",
     "plan": "Say what a model needs and how fast it will be, from its headers alone.",
     "hardware": "Measure this machine once: memory, kernels, disk; forecasts use it.",
+    "doctor": "Run a model for a moment, compare plan and reality, and say what would help.",
     "bench": "Measure prefill and decode of a text, with the ceiling that the machine allows beside it.",
     "eval": "Score a model on texts: perplexity, bits per byte, agreement with a reference.",
     "trace": "Record which experts a model uses on texts; or import recorded arrays.",

@@ -11,11 +11,12 @@ import typer
 
 from tidegate.cli.options import flags
 from tidegate.cli.progress import ByteProgress
-from tidegate.cli.report import plan_table
+from tidegate.cli.report import forecast_line, plan_table
 from tidegate.config import EngineOptions
 from tidegate.engine import bench
 from tidegate.engine.model import load
 from tidegate.errors import UsageError
+from tidegate.planner.card import forecast_loaded
 from tidegate.units import align_up, format_bytes, format_seconds
 
 _TEXT = Path(bench.__file__).with_suffix(".txt")
@@ -52,6 +53,9 @@ def command(
         if len(ids) < prefill + decode:
             raise UsageError(f"the text has {len(ids)} tokens, fewer than --prefill {prefill} and --decode {decode}")
         print(plan_table(loaded.plan, loaded.budget_explanation))
+        forecast = forecast_loaded(loaded.runtime)
+        if forecast:
+            print(forecast_line(forecast))
         card = bench.make_card(loaded.runtime, prefill + decode // 2)
         print(_card_lines(card), flush=True)
         ids = ids[: prefill + decode]
@@ -61,7 +65,8 @@ def command(
             found = bench.measure(loaded.runtime, card, ids, prefill, margins=choices)
         print(_result_lines(found, loaded.runtime.budget.limit_bytes))
     chosen = {"greedy_token_ids": found.choices, "greedy_margins": found.margins} if choices else {}
-    print(json.dumps(found.to_json() | chosen))
+    expected = {"forecast": forecast.to_json()} if forecast else {}
+    print(json.dumps(found.to_json() | expected | chosen))
     return 0
 
 

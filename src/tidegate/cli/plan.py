@@ -12,10 +12,11 @@ import typer
 
 from tidegate.checkpoint.convert.options import ConvertOptions
 from tidegate.cli.options import flags
-from tidegate.cli.plan_text import markdown, plain, print_rich
+from tidegate.cli.plan_text import advice_lines, markdown, plain, print_rich
 from tidegate.config import EngineOptions, parse_options
 from tidegate.errors import BudgetTooSmall, CheckpointError, UsageError
 from tidegate.memory.budget import budget_of_machine, budget_of_process
+from tidegate.planner.advise import choices, rule_of_thumb
 from tidegate.planner.card import make_card
 from tidegate.planner.headers import read_headers
 from tidegate.planner.machine import load_machine
@@ -37,6 +38,9 @@ def command(
     ] = None,
     prompt: Annotated[int | None, typer.Option(min=1, help="Prompt of the forecast, in tokens.")] = None,
     trace: Annotated[Path | None, typer.Option(help="Take the hit rate from this trace, by replaying it.")] = None,
+    advise: Annotated[
+        bool, typer.Option("--advise", help="Compare expert formats and numbers of sequences in this budget.")
+    ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
     as_markdown: Annotated[bool, typer.Option("--markdown", help="Print Markdown.")] = False,
     **options: Any,
@@ -63,14 +67,18 @@ def command(
         card = make_card(headers, parsed, budget, machine, threads, prompt_tokens=prompt, trace=trace)
     except CheckpointError as error:
         raise UsageError(str(error)) from None
+    found = choices(card, machine) if advise else []
     if as_json:
-        print(json.dumps(card.to_json()))
+        advice = {"choices": [one.to_json() for one in found], "rule_of_thumb": rule_of_thumb(card)} if advise else {}
+        print(json.dumps(card.to_json() | advice))
     elif as_markdown:
         print(markdown(card))
     elif sys.stdout.isatty():
         print_rich(card)
     else:
         print(plain(card))
+    if advise and not as_json:
+        print("\n".join(advice_lines(card, found)))
     if card.plan is None:
         enough = [way.flag for way in card.ways_out if way.smallest_bytes <= card.budget.limit_bytes]
         hint = f"it fits with {' or '.join(enough)}" if enough else "raise --memory or use fewer bits"

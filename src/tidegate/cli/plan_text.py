@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from tidegate.planner.advise import QUALITY_BOUND, Choice, rule_of_thumb
 from tidegate.planner.card import Card, expert_formats
 from tidegate.planner.forecast import Forecast
 from tidegate.units import format_bytes, format_seconds
@@ -90,6 +91,18 @@ def way_lines(card: Card) -> list[str]:
         fits = f"{way.tokens_per_s:.1f} tokens/s" if way.tokens_per_s else f"needs {format_bytes(way.smallest_bytes)}"
         lines.append(f"{way.flag}: {fits}, {way.cost}")
     return lines
+
+
+def advice_lines(card: Card, found: list[Choice]) -> list[str]:
+    """The choices, best first, and what others would go by."""
+    lines = [f"advice (quality bound {QUALITY_BOUND:g} % of perplexity; the best comes first):"]
+    for one in found:
+        kind = one.experts or "as converted"
+        lines.append(
+            f"  --experts {kind} --sequences {one.sequences}: {one.forecast.decode_tokens_per_s:.1f} tokens/s in all, "
+            f"{one.resident_ratio:.0%} resident, {one.forecast.step.binding} binds, about {one.quality_cost:g} % perplexity"
+        )
+    return [*lines, f"rule of thumb, for comparison: {rule_of_thumb(card)}"]
 
 
 def plain(card: Card) -> str:

@@ -6,6 +6,7 @@ from __future__ import annotations
 from typing import Any
 
 from tidegate.plan import Plan
+from tidegate.planner.forecast import Forecast
 from tidegate.units import format_bytes, format_seconds
 
 
@@ -17,6 +18,14 @@ def plan_table(plan: Plan, explanation: str) -> str:
         if size:
             lines.append(f"  {owner:<14}{format_bytes(size):>10}  {notes.get(owner, '')}".rstrip())
     return "\n".join(lines)
+
+
+def forecast_line(found: Forecast) -> str:
+    """What the planner expects."""
+    return (
+        f"forecast: {found.decode_tokens_per_s:.1f} tokens/s ({found.low_tokens_per_s:.1f} to "
+        f"{found.high_tokens_per_s:.1f}; hit rate {found.hits.expected:.0%}), {found.step.binding} binds"
+    )
 
 
 def _slots_note(plan: Plan) -> str:

@@ -13,10 +13,11 @@ import typer
 from tidegate.cli.interrupt import Interrupt
 from tidegate.cli.options import flags
 from tidegate.cli.progress import ByteProgress
-from tidegate.cli.report import closing_line, plan_table
+from tidegate.cli.report import closing_line, forecast_line, plan_table
 from tidegate.config import EngineOptions, SamplingOptions, parse_options, split_options
 from tidegate.engine.model import Model, load
 from tidegate.errors import UsageError
+from tidegate.planner.card import forecast_loaded
 
 _INTERRUPTED = 130
 
@@ -48,6 +49,8 @@ def command(
     with loaded:
         if not as_json:
             _say(plan_table(loaded.plan, loaded.budget_explanation))
+            if found := forecast_loaded(loaded.runtime):
+                _say(forecast_line(found))
         exit_code = 0
         with loaded.trace(trace, model) if trace else nullcontext():
             if text is None or chat:

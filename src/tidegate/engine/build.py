@@ -54,6 +54,7 @@ class Runtime:
     """Everything a loaded model consists of. ``experts``, ``cache`` and ``loader`` are None without MoE layers.
     ``largest_memory`` is the largest part of the arena: the expert slots, or the dense weights."""
 
+    store: ExpertStore
     config: ModelConfig
     sizes: Sizes
     budget: Budget
@@ -129,7 +130,22 @@ def build(store: ExpertStore, options: EngineOptions, reader: _core.BlockReader 
         kept = resources.pop_all()
     memory = slots if plan.slots else dense
     return Runtime(
-        config, sizes, budget, plan, ledger, engine, decoder, threads, memory, codec, eos, experts, cache, loader, kept
+        store,
+        config,
+        sizes,
+        budget,
+        plan,
+        ledger,
+        engine,
+        decoder,
+        threads,
+        memory,
+        codec,
+        eos,
+        experts,
+        cache,
+        loader,
+        kept,
     )
 
 

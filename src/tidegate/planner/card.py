@@ -8,13 +8,14 @@ from typing import Any
 
 from tidegate.checkpoint.inventory import count_parameters, dense_tensors
 from tidegate.config import EngineOptions
+from tidegate.engine.build import Runtime
 from tidegate.engine.needs import PackedModel, Sizes, alternatives, needs_of, sizes_of
 from tidegate.memory.budget import Budget
 from tidegate.memory.probe import ProcessMemory
 from tidegate.plan import Needs, Plan, make_plan
 from tidegate.planner.forecast import Forecast, make_forecast
 from tidegate.planner.headers import ModelHeaders
-from tidegate.planner.machine import RUNTIME_BYTES_PER_TOKEN, Machine
+from tidegate.planner.machine import RUNTIME_BYTES_PER_TOKEN, Machine, load_machine
 from tidegate.planner.owners import blob_parts
 from tidegate.planner.routing import HitRates, expected_hits, replayed_hits
 
@@ -135,6 +136,18 @@ def hits_of(model: PackedModel, plan: Plan, options: EngineOptions, trace: Path 
     if trace is not None and plan.slots:
         return replayed_hits(trace, plan.slots, plan.needs.num_experts, options.policy, options.sequences)
     return expected_hits(model.config.family, plan.resident_ratio)
+
+
+def forecast_loaded(runtime: Runtime) -> Forecast | None:
+    """Of a loaded model's own plan; None on a machine that nobody has measured."""
+    machine, sizes = load_machine(runtime.store.path), runtime.sizes
+    if not machine.is_measured:
+        return None
+    hits = expected_hits(runtime.config.family, runtime.plan.resident_ratio)
+    prompt = max(1, sizes.context_tokens // 4)
+    return make_forecast(
+        runtime.store, runtime.plan, sizes, machine, hits, threads=runtime.threads, prompt_tokens=prompt
+    )
 
 
 def expert_formats(headers: ModelHeaders) -> list[dict[str, Any]]:

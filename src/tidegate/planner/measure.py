@@ -41,7 +41,7 @@ _FILL = 0x33  # a byte that makes every format's scales and floats ordinary numb
 def measure_machine(path: Path, threads: int) -> Machine:
     """Takes about five seconds and 0.4 GiB. ``path``: a file to read, or a folder in which one is written for a moment.
     ``busy_ratio`` says how much others computed meanwhile."""
-    others = _OtherWork()
+    others = OtherWork()
     isa = _core.available_isas()[0]
     with _memory(MEMORY_BYTES + (64 << 20)) as memory:
         weights, workspace = memory[:MEMORY_BYTES], memory[MEMORY_BYTES:]
@@ -226,7 +226,7 @@ def _memory(nbytes: int) -> Iterator[ByteArray]:
         arena.close()
 
 
-class _OtherWork:
+class OtherWork:
     """The share of the processors that other processes (and other machines on this host) take, from now on."""
 
     def __init__(self) -> None:

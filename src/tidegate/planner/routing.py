@@ -6,20 +6,16 @@ documents, ``HARD`` 64 experts with 6 a token over short unrelated prompts. Betw
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
-
-import numpy as np
-from numpy.typing import NDArray
 
 from tidegate.errors import UsageError
 from tidegate.experts.cache import ExpertCache
 from tidegate.experts.policy import policy_factory
-from tidegate.experts.trace import TraceChunk, TraceReader
-from tidegate.sim.replay import InstantLoader
+from tidegate.experts.trace import TraceReader
+from tidegate.sim.replay import InstantLoader, whole_steps
 
 Curve = tuple[tuple[float, float], ...]  # (share resident, hit rate), ascending
 EASY: Curve = (
@@ -68,29 +64,19 @@ def replayed_hits(trace: Path, slots: Sequence[int], num_experts: int, policy: s
         )
     cache = ExpertCache(slots, num_experts, policy_factory(policy), InstantLoader(), share=True)
     visits = misses = events = 0
-    for experts_TLK in _steps(reader):
+    for step in whole_steps(reader):
         before = cache.counters.misses
-        needed = [np.unique(experts_TLK[:, layer]).tolist() for layer in range(len(slots))]
-        for layer, experts in enumerate(needed):
-            for _ in cache.visit(layer, experts):
+        for layer, needed in enumerate(step.needed_L):
+            for _ in cache.visit(layer, needed, step.experts_TLK[:, layer].tolist()):
                 pass
-        if len(experts_TLK) <= sequences:
+        if len(step.experts_TLK) <= sequences:
             events += len(slots)
-            visits += sum(map(len, needed))
+            visits += sum(map(len, step.needed_L))
             misses += cache.counters.misses - before
     if not visits:
         raise UsageError(f"--trace {trace}: has no step of up to {sequences} tokens; record one with --answer 64")
     rate = 1 - misses / visits
     return HitRates(rate, rate, rate, f"replay of {trace.name}", visits / events)
-
-
-def _steps(chunks: Iterable[TraceChunk]) -> Iterator[NDArray[Any]]:
-    """Experts [T, L, K] of one forward pass after the other; one that a chunk's end cuts comes as two."""
-    for chunk in chunks:
-        cuts = [0, *(np.flatnonzero(np.diff(chunk.step)) + 1).tolist(), len(chunk.step)]
-        for start, stop in pairwise(cuts):
-            if stop > start:
-                yield chunk.experts[start:stop]
 
 
 def _at(curve: Curve, x: float) -> float:

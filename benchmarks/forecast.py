@@ -1,0 +1,233 @@
+"""How far the forecast is off: 27 points (shape, bits, share resident, sequences) measured, and the table in docs/planner.md.
+
+    python benchmarks/forecast.py FOLDER            everything: stores, traces, measurements, table
+    python benchmarks/forecast.py FOLDER --only 3 4 measure these points; results are kept in FOLDER/results.jsonl
+    python benchmarks/forecast.py FOLDER --table    write the table from what was measured
+
+Run `tidegate hardware FOLDER` first, both on an idle machine. Stores have random weights at real widths, few layers, about
+0.7 to 2.7 GB each. A point's hit rate comes from replaying a trace of the same model on other prompts.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import zlib
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import numpy as np
+
+from tidegate.checkpoint.inventory import dense_tensors
+from tidegate.checkpoint.manifest import DENSE_FILE, EXPERTS_FILE, MANIFEST, Manifest, lay_out, to_json
+from tidegate.checkpoint.store import ExpertStore
+from tidegate.config import EngineOptions, parse_options
+from tidegate.memory.budget import Budget
+from tidegate.models.families import model_config
+from tidegate.planner.card import expected_process, make_card
+from tidegate.planner.headers import ModelHeaders
+from tidegate.planner.machine import Machine, load_machine
+from tidegate.quant.formats import Format
+from tidegate.quant.native import pack
+
+SHAPES = {  # hidden, expert width, experts, per token, layers, heads, KV heads
+    "qwen3": (2048, 768, 128, 8, 4, 32, 4),
+    "olmoe": (2048, 1024, 64, 8, 6, 16, 16),
+    "mixtral": (4096, 7168, 8, 2, 3, 32, 8),
+}
+SHARES, VOCAB, PROMPT, ANSWER = (0.25, 0.5, 1.0), 4096, 64, 32
+PAGE = Path(__file__).parents[1] / "docs" / "planner.md"
+BEGIN, END = "<!-- forecast table: made by benchmarks/forecast.py -->", "<!-- end -->"
+
+
+@dataclass(frozen=True)
+class Point:
+    shape: str
+    bits: str
+    share: float
+    sequences: int
+
+    @property
+    def name(self) -> str:
+        return f"{self.shape}-{self.bits}-{self.share:.2f}-{self.sequences}"
+
+
+POINTS = [
+    *(Point(shape, bits, share, 1) for shape in SHAPES for bits in ("int4", "int8") for share in SHARES),
+    *(Point(shape, "int4", share, 4) for shape in SHAPES for share in SHARES),
+]
+
+
+def make_store(folder: Path, shape: str, bits: str) -> Path:
+    """Random weights; the experts of a layer share their rows in different orders."""
+    path = folder / f"{shape}-{bits}"
+    if path.exists():
+        return path
+    partial = folder / f"{shape}-{bits}.partial"
+    partial.mkdir(parents=True, exist_ok=True)
+    hidden, width, experts, top, layers, heads, kv_heads = SHAPES[shape]
+    config = model_config(
+        {
+            "model_type": "qwen3_moe", "vocab_size": VOCAB, "hidden_size": hidden, "num_hidden_layers": layers,
+            "num_attention_heads": heads, "num_key_value_heads": kv_heads, "head_dim": 128, "num_experts": experts,
+            "num_experts_per_tok": top, "moe_intermediate_size": width, "max_position_embeddings": 4096,
+            "norm_topk_prob": True,
+        }
+    )  # fmt: skip
+    fmt, rng = Format(bits, 32), np.random.default_rng(zlib.crc32(path.name.encode()))
+    formats = {tensor.name: Format("int8", 32) for tensor in dense_tensors(config) if tensor.is_matrix}
+    entries, expert_layers = lay_out(config, formats, [(fmt, fmt)] * layers)
+    with (partial / DENSE_FILE).open("wb") as file:
+        done = []
+        for entry in entries:
+            scale = 1.0 if entry.name == "embed" or len(entry.shape) == 1 else entry.shape[-1] ** -0.5
+            values = rng.standard_normal(entry.shape, np.float32) * np.float32(scale)
+            values = np.ones(entry.shape, np.float32) if "norm" in entry.name else values
+            data = (pack(values, entry.fmt) if entry.fmt else values).tobytes()
+            file.write(bytes(entry.offset - file.tell()) + data)
+            done.append(replace(entry, crc32=zlib.crc32(data)))
+        file.write(bytes(-file.tell() % 4096))
+    layout = expert_layers[0].layout
+    up = pack(rng.standard_normal((width, hidden), np.float32) * np.float32(hidden**-0.5), fmt).reshape(width // 16, -1)
+    down = pack(rng.standard_normal((hidden, width), np.float32) * np.float32(width**-0.5), fmt).reshape(
+        hidden // 16, -1
+    )
+    with (partial / EXPERTS_FILE).open("wb") as file:
+        done_layers = []
+        for layer in expert_layers:
+            crcs = []
+            for _ in range(layer.num_experts):
+                blob = np.zeros(layout.blob_bytes, np.uint8)
+                for offset, panels in ((0, up), (layout.up_offset, up), (layout.down_offset, down)):
+                    blob[offset : offset + panels.size] = panels[rng.permutation(len(panels))].reshape(-1)
+                blob.tofile(file)
+                crcs.append(zlib.crc32(blob.data))
+            done_layers.append(replace(layer, crc32s=tuple(crcs)))
+    special: dict[str, object] = {"bos_token": None, "eos_token": None, "eos_token_ids": [], "add_bos": False}
+    manifest = Manifest(config, tuple(done), tuple(done_layers), {}, special, {"name": path.name}, {})
+    (partial / MANIFEST).write_text(to_json(manifest))
+    return partial.rename(path)
+
+
+CHILD = """
+import json, sys
+from contextlib import nullcontext
+from pathlib import Path
+import numpy as np
+from tidegate import load
+store, memory, sequences, seed, trace, prompt, answer, vocab = json.loads(sys.argv[1])
+with load(store, memory=memory, context=prompt + answer, sequences=sequences, prefill_chunk=prompt) as model:
+    ids = np.random.default_rng(seed).integers(0, vocab, (sequences, prompt)).tolist()
+    with model.trace(Path(trace)) if trace else nullcontext():
+        model.generate(ids, max_tokens=answer, ignore_eos=True, temperature=1.0, seed=seed)
+    print(json.dumps(model.stats()))
+"""
+
+
+def run(store: Path, memory: int, sequences: int, seed: int, trace: Path | None = None) -> dict[str, float]:
+    asked = [str(store), memory, sequences, seed, str(trace or ""), PROMPT, ANSWER, VOCAB]
+    done = subprocess.run([sys.executable, "-c", CHILD, json.dumps(asked)], capture_output=True, text=True, check=True)
+    found: dict[str, float] = json.loads(done.stdout.splitlines()[-1])
+    return found
+
+
+def headers_of(store: Path) -> ModelHeaders:
+    opened = ExpertStore.open(store)
+    return ModelHeaders(str(store), "store", opened.config, opened.dense, opened.manifest.layers, None, None)
+
+
+def budget_for(headers: ModelHeaders, options: EngineOptions, share: float, machine: Machine) -> int:
+    """That holds the share of the experts."""
+    card = make_card(headers, options, Budget(1 << 40, ""), machine, machine.threads)
+    needs = replace(card.needs, runtime_bytes=expected_process(machine, headers.config.vocab_size).rss_bytes)
+    return needs.budget_for(round(share * needs.num_layers * needs.num_experts)) + (1 << 20)
+
+
+def measure(folder: Path, point: Point) -> dict[str, object]:
+    store = make_store(folder, point.shape, point.bits)
+    machine, headers = load_machine(store), headers_of(store)
+    options = parse_options(
+        EngineOptions, {"context": PROMPT + ANSWER, "sequences": point.sequences, "prefill_chunk": PROMPT}
+    )
+    budget = budget_for(headers, options, point.share, machine)
+    trace = folder / f"{point.shape}-{point.bits}-{point.sequences}.trace"
+    if not trace.exists():
+        run(store, budget_for(headers, options, 1.0, machine), point.sequences, 1, trace)
+    card = make_card(headers, options, Budget(budget, ""), machine, machine.threads, prompt_tokens=PROMPT, trace=trace)
+    assert card.forecast is not None and card.plan is not None
+    found = run(store, budget, point.sequences, 2)
+    visits = found["demand_hits"] + found["prefetch_hits"] + found["misses"]
+    return {
+        "name": point.name, **vars(point), "budget_bytes": budget,
+        "resident_ratio": round(card.plan.resident_ratio, 3),
+        "measured_tokens_per_s": found["decode_tokens"] / found["decode_s"],
+        "forecast_tokens_per_s": card.forecast.decode_tokens_per_s,
+        "measured_prefill_tokens_per_s": found["prefill_tokens"] / found["prefill_s"],
+        "forecast_prefill_tokens_per_s": card.forecast.prefill_tokens_per_s,
+        "hit_ratio_whole_run": 1 - found["misses"] / visits, "forecast_hit_ratio": card.forecast.hits.expected,
+        "step": vars(card.forecast.step), "binding": card.forecast.step.binding,
+    }  # fmt: skip
+
+
+def results(folder: Path) -> dict[str, dict[str, float]]:
+    """The latest of every point."""
+    file = folder / "results.jsonl"
+    lines = file.read_text().splitlines() if file.exists() else []
+    return {found["name"]: found for found in map(json.loads, lines)}
+
+
+def table(found: dict[str, dict[str, float]]) -> Iterator[str]:
+    errors = sorted(abs(one["forecast_tokens_per_s"] / one["measured_tokens_per_s"] - 1) for one in found.values())
+    worst_of_nine = errors[min(len(errors) - 1, int(0.9 * len(errors)))]
+    yield (
+        f"{len(errors)} points: median error {statistics.median(errors):.0%}, 90th percentile {worst_of_nine:.0%}. Decode, "
+        f"tokens/s of all sequences together; prompts of {PROMPT} tokens, answers of {ANSWER}."
+    )
+    yield ""
+    yield "| shape | bits | resident | sequences | forecast | measured | error | binds |"
+    yield "|---|---|---:|---:|---:|---:|---:|---|"
+    for one in found.values():
+        error = one["forecast_tokens_per_s"] / one["measured_tokens_per_s"] - 1
+        yield (
+            f"| {one['shape']} | {one['bits']} | {one['resident_ratio']:.0%} | {one['sequences']} | "
+            f"{one['forecast_tokens_per_s']:.1f} | {one['measured_tokens_per_s']:.1f} | {error:+.0%} | {one['binding']} |"
+        )
+
+
+def write_table(folder: Path) -> None:
+    text = PAGE.read_text()
+    before, rest = text.split(BEGIN)
+    lines = "\n".join(table(results(folder)))
+    PAGE.write_text(f"{before}{BEGIN}\n{lines}\n{END}{rest.split(END)[1]}")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("--only", type=int, nargs="*", help="numbers of points")
+    parser.add_argument("--prepare", action="store_true", help="make the stores and nothing else")
+    parser.add_argument("--table", action="store_true", help="write the table and nothing else")
+    args = parser.parse_args()
+    if args.prepare:
+        for shape, bits in dict.fromkeys((point.shape, point.bits) for point in POINTS):
+            print(make_store(args.folder, shape, bits), flush=True)
+        return
+    if not args.table:
+        for number in range(len(POINTS)) if args.only is None else args.only:
+            found = measure(args.folder, POINTS[number])
+            with (args.folder / "results.jsonl").open("a") as file:
+                file.write(json.dumps(found) + "\n")
+                os.fsync(file.fileno())
+            measured, forecast = found["measured_tokens_per_s"], found["forecast_tokens_per_s"]
+            print(f"{number} {found['name']}: measured {measured:.1f}, forecast {forecast:.1f}", flush=True)
+    if args.only is None:
+        write_table(args.folder)
+
+
+if __name__ == "__main__":
+    main()

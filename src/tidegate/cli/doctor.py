@@ -1,0 +1,67 @@
+"""``tidegate doctor``: run a model for a moment, compare plan and reality, and say what would help."""
+
+from __future__ import annotations
+
+import json
+from typing import Annotated, Any
+
+import numpy as np
+import typer
+
+from tidegate.cli.options import flags
+from tidegate.cli.progress import ByteProgress
+from tidegate.config import EngineOptions, parse_options
+from tidegate.engine.bench import make_card, measure
+from tidegate.engine.build import Runtime, build
+from tidegate.engine.model import Model
+from tidegate.engine.source import open_store
+from tidegate.planner.doctor import Observed, comparison, findings
+from tidegate.planner.machine import load_machine
+from tidegate.planner.measure import OtherWork
+
+
+@flags({"Model and memory": EngineOptions}, without=("sequences",))
+def command(
+    model: Annotated[str, typer.Argument(help="An expert store, a Hugging Face folder or a GGUF file.")],
+    prompt: Annotated[int, typer.Option(min=1, help="Random tokens of the prompt.")] = 64,
+    answer: Annotated[int, typer.Option(min=1, help="Random tokens computed one by one after it.")] = 32,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+    **options: Any,
+) -> int:
+    """The tokens are random, so the hit rate is that of unfamiliar text. Exit code 1 if something is wrong with the memory."""
+    options.setdefault("context", prompt + answer + 1)
+    parsed = parse_options(EngineOptions, options)
+    with ByteProgress(f"converting {model}") as progress:
+        store = open_store(model, parsed, progress=progress)
+    with Model(build(store, parsed)) as loaded:
+        run = _observe(loaded.runtime, prompt, answer)
+    said = findings(run)
+    if as_json:
+        print(json.dumps({"comparison": comparison(run), "findings": said, "stats": dict(run.stats)}))
+    else:
+        print(f"{'':22}{'planned':>12}{'real':>12}")
+        for what, planned, real in comparison(run):
+            print(f"{what:22}{planned:>12}{real:>12}")
+        for number, text in enumerate(said, 1):
+            print(f"{number}. {text}")
+    return 1 if any("please report" in text for text in said) else 0
+
+
+def _observe(runtime: Runtime, prompt: int, answer: int) -> Observed:
+    others = OtherWork()
+    ids = np.random.default_rng(0).integers(0, runtime.config.vocab_size, prompt + answer).tolist()
+    found = measure(runtime, make_card(runtime, prompt + answer), ids, prompt)
+    counters = found.decode.counters
+    visits = counters["demand_hits"] + counters["prefetch_hits"] + counters["misses"]
+    return Observed(
+        runtime.store,
+        runtime.plan,
+        runtime.sizes,
+        load_machine(runtime.store.path),
+        runtime.threads,
+        runtime.stats(),
+        1 - counters["misses"] / visits if visits else 1.0,
+        counters["wait_ns"] / 1e9,
+        getattr(runtime.decoder.backend, "workspace_peak_bytes", 0),
+        others.ratio(),
+    )
