@@ -1,5 +1,7 @@
 #include "loader.h"
 
+#include <sched.h>
+
 #include <algorithm>
 #include <chrono>
 #include <stdexcept>
@@ -11,6 +13,8 @@ namespace tidegate {
 namespace {
 
 constexpr int kSpins = 200;  // a few microseconds: longer spinning starves whoever shares the core
+// Then others may have the core, but as long as nobody wants it this thread stays awake: waking up costs a tenth of a load.
+constexpr std::int64_t kYieldNs = 2'000'000;
 
 inline void pause_briefly() {
 #if defined(__x86_64__)
@@ -38,6 +42,7 @@ Loader::Loader(std::shared_ptr<FileSet> files, std::vector<std::uint8_t*> slots,
   if (options_.chunk_bytes < kDirectAlignment || options_.chunk_bytes % kDirectAlignment != 0) {
     throw std::invalid_argument("chunk_bytes must be a multiple of 4096");
   }
+  if (options_.demand_chunks < 1) throw std::invalid_argument("a request is at least one chunk");
   for (int i = 0; i < options_.num_threads; ++i) threads_.emplace_back([this] { work(); });
 }
 
@@ -132,6 +137,10 @@ const std::uint8_t* Loader::wait_ready(int slot) {
       pause_briefly();
       state = s.state.load(std::memory_order_acquire);
     }
+    while (state == loading && now_ns() - start_ns < kYieldNs) {
+      sched_yield();
+      state = s.state.load(std::memory_order_acquire);
+    }
     for (; state == loading; state = s.state.load(std::memory_order_acquire)) {
       s.state.wait(loading, std::memory_order_acquire);
     }
@@ -207,10 +216,10 @@ Loader::JobEnd Loader::read_chunks(Job& job) {
   const LoadRequest& request = job.request;
   while (job.done_bytes < request.nbytes) {
     if (s.ticket.load(std::memory_order_relaxed) != job.ticket) return JobEnd::kStopped;
-    if (!s.demand.load(std::memory_order_relaxed) && num_demand_queued_.load(std::memory_order_relaxed) > 0) {
-      return JobEnd::kStopped;
-    }
-    const std::int64_t wanted = std::min(options_.chunk_bytes, request.nbytes - job.done_bytes);
+    const bool demand = s.demand.load(std::memory_order_relaxed);
+    if (!demand && num_demand_queued_.load(std::memory_order_relaxed) > 0) return JobEnd::kStopped;
+    const std::int64_t chunk_bytes = options_.chunk_bytes * (demand ? options_.demand_chunks : 1);
+    const std::int64_t wanted = std::min(chunk_bytes, request.nbytes - job.done_bytes);
     std::uint8_t* dest = addresses_[job.slot] + job.done_bytes;
     const std::int64_t start_ns = now_ns();
     const ReadResult result = files_->read(request.file, request.offset + job.done_bytes, wanted, dest);

@@ -1,5 +1,7 @@
 #include "pool.h"
 
+#include <sched.h>
+
 #include <algorithm>
 #include <chrono>
 #include <stdexcept>
@@ -9,6 +11,8 @@ namespace {
 
 // Long enough to bridge the gap between two operations of a decode step, short enough not to steal a core.
 constexpr auto kSpin = std::chrono::microseconds(50);
+// Then others may have the core, but as long as nobody wants it the thread stays awake: a wait for a load is about this long.
+constexpr auto kYield = std::chrono::microseconds(1000);
 
 void relax() {
 #if defined(__x86_64__)
@@ -18,7 +22,7 @@ void relax() {
 #endif
 }
 
-// Spins until done() or until kSpin has passed; true if done.
+// Spins until done() or until kYield has passed; true if done.
 template <class Done>
 bool spin_until(Done&& done) {
   const auto start = std::chrono::steady_clock::now();
@@ -27,7 +31,9 @@ bool spin_until(Done&& done) {
       if (done()) return true;
       relax();
     }
-    if (std::chrono::steady_clock::now() - start > kSpin) return false;
+    const auto waited = std::chrono::steady_clock::now() - start;
+    if (waited > kYield) return false;
+    if (waited > kSpin) sched_yield();
   }
 }
 

@@ -36,7 +36,8 @@ def test_forced_tokens_give_the_choices_of_the_whole_text(store: Path) -> None:
 def test_the_counters_add_up_and_the_probe_of_the_disk_is_not_among_them(store: Path) -> None:
     with load_model(store, backend="cpu") as model:
         needs = model.plan.needs
-    with load_model(store, backend="cpu", memory=needs.budget_for(needs.num_layers * (needs.min_slots + 1))) as model:
+    memory = needs.budget_for(needs.num_layers * (needs.min_slots + 1))
+    with load_model(store, backend="cpu", memory=memory, prefetch="off") as model:
         card = bench.make_card(model.runtime, PREFILL)
         found = bench.measure(model.runtime, card, TOKENS, PREFILL)
         model.runtime.cache.check_integrity()

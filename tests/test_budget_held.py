@@ -27,10 +27,10 @@ def visits(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, frozenset[int]]]:
     seen: list[tuple[int, frozenset[int]]] = []
     visit = ExpertCache.visit
 
-    def recording(self, layer, needed):
+    def recording(self, layer, needed, rows=()):
         seen.append((layer, frozenset(needed)))
         assert len(set(needed)) == len(needed)
-        return visit(self, layer, needed)
+        return visit(self, layer, needed, rows)
 
     monkeypatch.setattr(ExpertCache, "visit", recording)
     return seen

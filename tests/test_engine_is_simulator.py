@@ -34,7 +34,7 @@ def store(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
 
 @pytest.mark.parametrize("policy", POLICIES)
 def test_demand_counts_equal_the_live_engines(store: Path, tmp_path: Path, policy: str) -> None:
-    options = {"policy": policy, "sequences": 3, "prefill_chunk": 16}
+    options = {"policy": policy, "sequences": 3, "prefill_chunk": 16, "prefetch": "off"}
     with load_model(store, **options) as model:
         needs = model.plan.needs
     rng = np.random.default_rng(8)
@@ -89,7 +89,7 @@ def _tidegate(*arguments: object) -> subprocess.CompletedProcess[str]:
 
 
 def test_the_commands_record_and_import(store: Path, tmp_path: Path) -> None:
-    flags = ("--memory", "120MiB", "--context", "256", "--backend", "reference")
+    flags = ("--prefetch", "off", "--memory", "120MiB", "--context", "256", "--backend", "reference")
     (tmp_path / "prose.txt").write_text("It was a dark and stormy night. " * 20)
     (tmp_path / "code.txt").write_text("for i in range(3): print(i)")
     out = tmp_path / "t.trace"

@@ -105,7 +105,7 @@ class EngineOptions:
     threads: int | None = _option(
         "int", None, "compute threads; default: the cores this process may use", low=1, high=1024
     )
-    io_threads: int = _option("int", 2, "threads that read experts from disk", low=1, high=64)
+    io_threads: int = _option("int", 1, "threads that read experts from disk", low=1, high=64)
     kv: str = _option("text", "f16", "format of the KV cache", choices=("f16", "f32"))
     activations: str = _option(
         "text",
@@ -115,6 +115,9 @@ class EngineOptions:
     )
     policy: str = _option(
         "text", "decayed-lfu", "which expert is evicted", choices=("decayed-lfu", "lru", "lfu", "lfru", "resident-set")
+    )
+    prefetch: str = _option(
+        "text", "auto", "load experts that the next layers will probably need, where it pays", choices=("auto", "off")
     )
     experts: str | None = _option(
         "text", None, "format of routed experts, when converting; default: auto", choices=EXPERT_KINDS

@@ -27,6 +27,7 @@ from tidegate.errors import CorruptFile
 from tidegate.experts.base import CacheCounters
 from tidegate.experts.cache import ExpertCache
 from tidegate.experts.loader import LoaderOptions, NativeLoader
+from tidegate.experts.lookahead import Lookahead
 from tidegate.experts.policy import policy_factory
 from tidegate.memory.arena import Arena
 from tidegate.memory.budget import Budget, budget_of_process
@@ -114,7 +115,7 @@ def build(store: ExpertStore, options: EngineOptions, reader: _core.BlockReader 
             resources.callback(loader.close)
             make_policy = policy_factory(options.policy)
             cache = ExpertCache(plan.slots, plan.needs.num_experts, make_policy, loader, share=True)
-            experts = Experts(cache, loader, store.layouts)
+            experts = Experts(cache, loader, store.layouts, lookahead=_lookahead(plan, options, cache, loader))
         tensors = DenseTensors(store, dense)
         weights = model_weights(config, tensors, sizes.context_tokens, wide_inputs=sizes.wide_inputs)
         decoder = Decoder(config, weights, backend, experts)
@@ -206,6 +207,12 @@ def _loader(
     views = [slots[start : start + size] for start in range(0, slots.size, size)]
     how = LoaderOptions(threads=options.io_threads, verify=options.verify, page_cache=options.page_cache)
     return NativeLoader(store, views, how, reader)
+
+
+def _lookahead(plan: Plan, options: EngineOptions, cache: ExpertCache, loader: NativeLoader) -> Lookahead | None:
+    """None where there is nothing to prefetch."""
+    scarce = min(plan.slots) < plan.needs.num_experts
+    return Lookahead(cache, plan.needs.min_slots, loader.busy_ratio) if options.prefetch == "auto" and scarce else None
 
 
 def _backend(options: EngineOptions, threads: int, workspace: ByteArray) -> Backend[Any]:

@@ -84,7 +84,8 @@ class Policy(ABC):
 
 @dataclass
 class CacheCounters:
-    """Demand hits, prefetch hits and misses are three counters; bytes are derived by whoever knows the blob size."""
+    """Demand hits, prefetch hits and misses are three counters; bytes are derived by whoever knows the blob size. A prefetch hit
+    is late if its load was not done when the router asked."""
 
     demand_hits: int = 0
     prefetch_hits: int = 0
@@ -93,3 +94,4 @@ class CacheCounters:
     prefetch_issued: int = 0
     prefetch_wasted: int = 0
     prefetch_dropped: int = 0
+    prefetch_late: int = 0

@@ -179,6 +179,7 @@ class ExpertCache:
             book.unused_prefetch.discard(expert)
             if not self._loader.is_ready(book.slot_of[expert]):
                 self._loader.promote(book.slot_of[expert])
+                self.counters.prefetch_late += 1
         self.counters.prefetch_hits += len(prefetched)
         self.counters.demand_hits += len(hits) - len(prefetched)
         self.counters.misses += len(misses)

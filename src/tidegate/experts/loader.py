@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -31,14 +32,16 @@ class BlobTable(Protocol):
 
 @dataclass(frozen=True)
 class LoaderOptions:
-    """``threads`` reads are in flight at once (deeper queues only add latency); a load can be cancelled or overtaken
-    every ``chunk_bytes`` (a multiple of 4096); ``verify`` compares the checksum of every blob; ``page_cache`` keeps what
-    was read in the kernel's cache as well."""
+    """``threads`` reads are in flight at once; with one, the first of several loads arrives early and is computed while the
+    next comes. A load can be cancelled or overtaken every ``chunk_bytes`` (a multiple of 4096), a demand load every
+    ``demand_chunks`` of them, because each request costs the disk a pause. ``verify`` compares the checksum of every blob;
+    ``page_cache`` keeps what was read in the kernel's cache as well."""
 
-    threads: int = 2
+    threads: int = 1
     chunk_bytes: int = CHUNK_BYTES
     verify: bool = False
     page_cache: bool = False
+    demand_chunks: int = 4
 
 
 class NativeLoader(Loader, ExpertSlots):
@@ -62,6 +65,7 @@ class NativeLoader(Loader, ExpertSlots):
         )
         self._table = table
         self._views = list(slots)
+        self._asked_ns = (0, time.perf_counter_ns())
         self._keys: list[ExpertKey | None] = [None] * len(slots)
         self._files = open_files(table.paths, page_cache=options.page_cache, reader=reader)
         self.native: _core.Loader = _core.Loader(
@@ -71,6 +75,7 @@ class NativeLoader(Loader, ExpertSlots):
             options.threads,
             options.chunk_bytes,
             options.verify,
+            options.demand_chunks,
         )
 
     def load(self, key: ExpertKey, slot: int, *, demand: bool) -> None:
@@ -96,6 +101,12 @@ class NativeLoader(Loader, ExpertSlots):
     def counters(self) -> _core.LoaderCounters:
         """A snapshot of the native counters (loads, bytes, waits in ns)."""
         return self.native.counters()
+
+    def busy_ratio(self) -> float:
+        """How much of the time since the last call some read was in flight, 0 to 1 (two at once count twice, up to 1)."""
+        busy_ns, now_ns = self.native.counters().busy_ns, time.perf_counter_ns()
+        before_ns, self._asked_ns = self._asked_ns, (busy_ns, now_ns)
+        return min(1.0, (busy_ns - before_ns[0]) / max(1, now_ns - before_ns[1]))
 
     def close(self) -> None:
         """Cancel what is queued or in flight and end the threads. Idempotent."""

@@ -12,7 +12,7 @@ from tidegate.backends.base import A, Backend, F32Array, StepBatch
 from tidegate.model_config import ModelConfig
 from tidegate.models.attention import GroupedAttention, LatentAttention
 from tidegate.models.moe import Activation, Experts, MoeBlock
-from tidegate.models.weights import LatentAttentionWeights, LayerWeights, MlpWeights, ModelWeights
+from tidegate.models.weights import LatentAttentionWeights, LayerWeights, MlpWeights, ModelWeights, MoeWeights
 
 
 class Mlp(Generic[A]):
@@ -35,6 +35,7 @@ class Decoder(Generic[A]):
     ) -> None:
         self.config, self.weights, self.backend, self.experts = config, weights, backend, experts
         self._activation: Activation = (config.activation, config.activation_alpha, config.activation_limit)
+        self._moe_weights = [one.feed_forward for one in weights.layers if isinstance(one.feed_forward, MoeWeights)]
         self._blocks = [block for layer in weights.layers for block in self._layer_blocks(layer)]
 
     def forward(self, batch: StepBatch) -> F32Array:
@@ -60,4 +61,6 @@ class Decoder(Generic[A]):
         if isinstance(layer.feed_forward, MlpWeights):
             return attention, Mlp(layer.feed_forward, self._activation, self.backend)
         assert self.experts is not None
-        return attention, MoeBlock(layer.feed_forward, self._activation, self.backend, self.experts)
+        moe = layer.feed_forward
+        following = self._moe_weights[moe.layer + 1 :]
+        return attention, MoeBlock(moe, self._activation, self.backend, self.experts, following)

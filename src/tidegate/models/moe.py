@@ -3,6 +3,7 @@
     route      the router chooses K experts for every token
     visit      the cache pins the ones that are here and starts loading the others
     shared     the shared expert is computed while they load
+    look ahead the gates of the next layers guess from this layer's hidden state, and the best guesses are loaded too
     moe        the backend computes hits first, then each miss as it arrives
 
 Experts outer, tokens inner: however many tokens the step has, an expert is loaded once for all of them. When the layer
@@ -21,6 +22,7 @@ from typing import Generic
 
 from tidegate.backends.base import A, Backend, ExpertSlots
 from tidegate.experts.cache import ExpertCache
+from tidegate.experts.lookahead import REACH, Lookahead
 from tidegate.experts.trace import TraceWriter
 from tidegate.models.weights import MoeWeights
 from tidegate.quant.layout import ExpertLayout
@@ -33,19 +35,28 @@ class Experts:
     """The routed experts of a model: which are in memory, where, and how a blob is laid out in each MoE layer.
 
     ``trace``, if set, records the routing; whoever sets it begins and ends its steps around ``Decoder.forward``.
+    ``lookahead``, if set, prefetches.
     """
 
     cache: ExpertCache
     slots: ExpertSlots
     layouts: Sequence[ExpertLayout]
     trace: TraceWriter | None = None
+    lookahead: Lookahead | None = None
 
 
 class MoeBlock(Generic[A]):
-    """One MoE layer."""
+    """One MoE layer. ``following``: the MoE layers after it, for prefetch."""
 
-    def __init__(self, weights: MoeWeights, activation: Activation, backend: Backend[A], experts: Experts) -> None:
-        self._weights, self._activation = weights, activation
+    def __init__(
+        self,
+        weights: MoeWeights,
+        activation: Activation,
+        backend: Backend[A],
+        experts: Experts,
+        following: Sequence[MoeWeights] = (),
+    ) -> None:
+        self._weights, self._activation, self._following = weights, activation, following[:REACH]
         self._backend, self._experts = backend, experts
         self._layout = experts.layouts[weights.layer]
 
@@ -53,6 +64,7 @@ class MoeBlock(Generic[A]):
         """[T, D] -> [T, D], to be added to x. Raises ReadFailed or CorruptFile if an expert cannot be read; the cache is
         consistent then."""
         backend, weights, experts = self._backend, self._weights, self._experts
+        residual = x
         x = backend.norm(x, weights.norm)
         routing = backend.route(x, weights.router)
         if experts.trace is not None:
@@ -64,6 +76,8 @@ class MoeBlock(Generic[A]):
         placements = experts.cache.visit(weights.layer, needed, rows)
         try:
             first = next(placements)  # the loads are on their way from here on
+            if experts.lookahead is not None:
+                self._look_ahead(experts.lookahead, residual, rows)
             shared = self._shared(x)
             everything = chain((first,), placements)
             out = backend.moe(x, routing, self._layout, everything, experts.slots, self._activation)
@@ -75,6 +89,21 @@ class MoeBlock(Generic[A]):
         if weights.shared_gate is None:
             return backend.add(out, shared)
         return backend.add_gated(out, shared, x, weights.shared_gate)
+
+    def _look_ahead(self, lookahead: Lookahead, residual: A, rows: list[list[int]]) -> None:
+        """What the gates of the next layers say of a hidden state that this layer has not changed yet."""
+        backend, layer = self._backend, self._weights.layer
+        if layer == 0:
+            lookahead.begin_step(len(rows))
+        lookahead.after_route(layer, set().union(*rows))
+        if not lookahead.wants_guesses:
+            return
+        for distance, weights in enumerate(self._following, start=1):
+            mark = backend.mark()
+            guess = backend.route(backend.norm(residual, weights.norm), weights.router)
+            backend.release(mark)
+            for ranked in guess.topk_expert_ids_TK.tolist():
+                lookahead.foresee(weights.layer, distance, ranked)
 
     def _shared(self, x: A) -> A | None:
         weights = self._weights
