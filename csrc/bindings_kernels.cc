@@ -51,7 +51,7 @@ void bind_packed(nb::module_& m) {
       .def("__init__", [](PackedMatrix* self, const ConstBytes& data, const WeightFormat& format, std::int64_t n,
                           std::int64_t k, const std::optional<F32Vector>& bias, bool wide_inputs) {
         new (self) PackedMatrix(make_packed(data, format, n, k, bias, wide_inputs));
-      }, "data"_a, "format"_a, "n"_a, "k"_a, "bias"_a.none(), "wide_inputs"_a = false, nb::keep_alive<1, 2>(), nb::keep_alive<1, 6>());
+      }, "data"_a.noconvert(), "format"_a, "n"_a, "k"_a, "bias"_a.noconvert().none(), "wide_inputs"_a = false, nb::keep_alive<1, 2>(), nb::keep_alive<1, 6>());
 }
 
 void bind_operations(nb::module_& m) {
