@@ -171,6 +171,20 @@ def predictors(bench: Bench) -> Table:
     )
 
 
+def fixed_count(bench: Bench) -> Table:
+    """Prefetch of the two most probable absent experts of the next layer, however probable: group prefetch as published."""
+    rows = []
+    for name in ("groups", "last-token", "decayed", "markov", "mlp"):
+        cells: list[Any] = [name]
+        for ratio in (0.25, 1.0, 5.0):
+            run = bench.run(8, ratio, predictor=name, options=PrefetchOptions(2, 0.0, 2))
+            cells.append(_gain(run, bench.run(8, ratio)))
+        counters = run.counters
+        rows.append([*cells, percent(counters.prefetch_hits / max(1, counters.prefetch_issued))])
+    head = ["predictor", "R = 0.25", "R = 1", "R = 5", "useful, %"]
+    return "always two loads a layer: speed-up (bytes) over demand loads, 8 slots", head, rows
+
+
 def predictor_cost(bench: Bench) -> Table:
     """What a prediction may cost. A layer computes for 1,000 us."""
     costs = (0, 20, 50, 100, 200)
@@ -239,7 +253,7 @@ def percent(ratio: float) -> str:
 
 
 EXPERIMENTS: tuple[Callable[[Bench], Table], ...] = (
-    policies, half_lives, predictors, thresholds, staging, accuracy, predictor_cost, bits, batches,
+    policies, half_lives, predictors, fixed_count, thresholds, staging, accuracy, predictor_cost, bits, batches,
 )  # fmt: skip
 
 

@@ -13,15 +13,17 @@ from tidegate.engine.scheduler import Scheduler
 from tidegate.engine.sequence import Sampled, Sequence
 from tidegate.errors import UsageError
 from tidegate.experts.base import ExpertKey
+from tidegate.experts.cache import ExpertCache
 from tidegate.experts.policy import POLICIES
+from tidegate.experts.predictor import Predictor
 from tidegate.experts.predictor_counts import DecayedCounts
-from tidegate.experts.prefetch import PrefetchOptions
+from tidegate.experts.prefetch import Prefetcher, PrefetchOptions
 from tidegate.experts.trace import TraceReader
 from tidegate.experts.trace_import import import_arrays
 from tidegate.sim.batching import batched
 from tidegate.sim.clock import CHUNK_BYTES, ClockLoader
 from tidegate.sim.oracle import Oracle
-from tidegate.sim.replay import replay, whole_steps
+from tidegate.sim.replay import InstantLoader, replay, whole_steps
 from tidegate.sim.simulate import Profile, simulate
 
 TRACE = Path(__file__).parent / "data" / "gpt-oss-20b.trace"
@@ -132,6 +134,49 @@ def test_time_and_bytes_always_add_up(steps, staging, threshold, most, capacity,
     assert outcome.channel_busy_s * profile.bandwidth_bytes_per_s == pytest.approx(
         outcome.demand_bytes + outcome.speculative_bytes
     )
+
+
+class _Fixed(Predictor):
+    """Always says the same of every layer."""
+
+    def __init__(self, probabilities: list[float]) -> None:
+        super().__init__(2, len(probabilities))
+        self._said = np.array(probabilities, np.float32)
+
+    def begin_step(self, sequence_T, token_T) -> None: ...
+
+    def observe(self, layer, topk_expert_ids_TK) -> None: ...
+
+    def predict(self, layer):
+        return self._said
+
+
+def test_the_prefetcher_takes_the_most_probable_and_spares_whom_it_expects_more():
+    cache = ExpertCache([3, 3], 8, POLICIES["lru"], InstantLoader())
+    for layer in (0, 1):
+        for _ in cache.visit(layer, [0, 1, 2]):
+            pass
+    prefetcher = Prefetcher(cache, _Fixed([0.9, 0.55, 0.1, 0.6, 0.3, 0.7, 0.5, 0.4]), PrefetchOptions(2, 0.5, 4))
+    prefetcher.after_route(0, np.array([[0, 1, 2]]))
+    # 5 replaces 1 or 2, 3 the other one; 6 is above the threshold, but everybody left is more probable.
+    assert cache.resident(1) == {0, 3, 5}
+    assert (cache.counters.prefetch_issued, cache.counters.prefetch_dropped) == (2, 1)
+    assert cache.resident(0) == {0, 1, 2}, "only the next layer is in work"
+    cache.check_integrity()
+
+
+def test_loads_that_the_router_refuted_are_cancelled():
+    loader = ClockLoader(6, 4 * CHUNK_BYTES, CHUNK_BYTES)
+    cache = ExpertCache([3, 3], 8, POLICIES["lru"], loader)
+    prefetcher = Prefetcher(cache, _Fixed([0, 0, 0, 0, 0, 0.7, 0.8, 0]), PrefetchOptions(2, 0.5))
+    prefetcher.after_route(0, np.array([[0]]))
+    assert cache.resident(1) == {5, 6}
+    loader.now_s = 6.5  # expert 6 has arrived, 5 is half way
+    for _ in cache.visit(1, [0, 1]):
+        prefetcher.after_route(1, np.array([[0, 1]]))
+    assert cache.resident(1) >= {0, 1} and 5 not in cache.resident(1)
+    assert cache.counters.prefetch_wasted >= 1
+    cache.check_integrity()
 
 
 def test_options_that_cannot_be_are_named():

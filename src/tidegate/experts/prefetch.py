@@ -36,7 +36,7 @@ class PrefetchOptions:
 class Prefetcher:
     """Issues loads for the layers after the one that was just routed, nearest layer first, most probable expert first.
 
-    The victim is whom a demand load would evict a moment later, except that an expert which is itself above the threshold
+    The victim is whom a demand load would evict a moment later, except that an expert at least as probable as the new one
     stays. Loads that the router refuted before they finished are cancelled.
     """
 
@@ -69,8 +69,9 @@ class Prefetcher:
             return
         resident = cache.resident(layer)
         wanted = sorted((-probability_E[expert], expert) for expert in likely if expert not in resident)
-        for _, expert in wanted[: options.most]:
-            cache.prefetch(layer, expert, _ABOVE_ALL, keep=likely)
+        for negative, expert in wanted[: options.most]:
+            keep = {one for one in cache.resident(layer) if probability_E[one] >= -negative}
+            cache.prefetch(layer, expert, _ABOVE_ALL, keep)
 
 
 _ABOVE_ALL = float("inf")
