@@ -29,7 +29,7 @@ from tidegate.checkpoint.store import ExpertStore
 from tidegate.config import EngineOptions, parse_options
 from tidegate.memory.budget import Budget
 from tidegate.models.families import model_config
-from tidegate.planner.card import expected_process, make_card
+from tidegate.planner.card import Card, expected_process, make_card
 from tidegate.planner.headers import ModelHeaders
 from tidegate.planner.machine import Machine, load_machine
 from tidegate.quant.formats import Format
@@ -120,11 +120,19 @@ from contextlib import nullcontext
 from pathlib import Path
 import numpy as np
 from tidegate import load
-store, memory, sequences, seed, trace, prompt, answer, vocab = json.loads(sys.argv[1])
-with load(store, memory=memory, context=prompt + answer, sequences=sequences, prefill_chunk=prompt) as model:
-    ids = np.random.default_rng(seed).integers(0, vocab, (sequences, prompt)).tolist()
+from tidegate.config import SamplingOptions
+from tidegate.engine.sequence import Sequence
+store, memory, count, seed, trace, prompt, answer, vocab = json.loads(sys.argv[1])
+rng, sampling = np.random.default_rng(seed), SamplingOptions(ignore_eos=True)
+with load(store, memory=memory, context=prompt + answer, sequences=count, prefill_chunk=prompt) as model:
+    engine = model.runtime.engine
+    running = [Sequence(n + 1, rng.integers(0, vocab, prompt).tolist(), answer, sampling) for n in range(count)]
     with model.trace(Path(trace)) if trace else nullcontext():
-        model.generate(ids, max_tokens=answer, ignore_eos=True, temperature=1.0, seed=seed)
+        for sequence in running:
+            engine.scheduler.add(sequence)
+        while any(sequence.finish_reason is None for sequence in running):
+            for sequence in engine.step():  # whatever the model chose, it reads on with a random token
+                sequence.tokens[-1] = int(rng.integers(vocab))
     print(json.dumps(model.stats()))
 """
 
@@ -148,30 +156,28 @@ def budget_for(headers: ModelHeaders, options: EngineOptions, share: float, mach
     return needs.budget_for(round(share * needs.num_layers * needs.num_experts)) + (1 << 20)
 
 
-def measure(folder: Path, point: Point) -> dict[str, object]:
+def card_of(folder: Path, point: Point) -> tuple[Path, Card]:
+    """The store and what is forecast for the point; records the trace if there is none."""
     store = make_store(folder, point.shape, point.bits)
     machine, headers = load_machine(store), headers_of(store)
-    options = parse_options(
-        EngineOptions, {"context": PROMPT + ANSWER, "sequences": point.sequences, "prefill_chunk": PROMPT}
-    )
-    budget = budget_for(headers, options, point.share, machine)
+    asked = {"context": PROMPT + ANSWER, "sequences": point.sequences, "prefill_chunk": PROMPT}
+    options = parse_options(EngineOptions, asked)
     trace = folder / f"{point.shape}-{point.bits}-{point.sequences}.trace"
     if not trace.exists():
         run(store, budget_for(headers, options, 1.0, machine), point.sequences, 1, trace)
-    card = make_card(headers, options, Budget(budget, ""), machine, machine.threads, prompt_tokens=PROMPT, trace=trace)
-    assert card.forecast is not None and card.plan is not None
-    found = run(store, budget, point.sequences, 2)
-    visits = found["demand_hits"] + found["prefetch_hits"] + found["misses"]
+    budget = Budget(budget_for(headers, options, point.share, machine), "by the benchmark")
+    card = make_card(headers, options, budget, machine, machine.threads, prompt_tokens=PROMPT, trace=trace)
+    return store, card
+
+
+def measure(folder: Path, point: Point) -> dict[str, float | str]:
+    store, card = card_of(folder, point)
+    found = run(store, card.budget.limit_bytes, point.sequences, 2)
     return {
-        "name": point.name, **vars(point), "budget_bytes": budget,
-        "resident_ratio": round(card.plan.resident_ratio, 3),
-        "measured_tokens_per_s": found["decode_tokens"] / found["decode_s"],
-        "forecast_tokens_per_s": card.forecast.decode_tokens_per_s,
-        "measured_prefill_tokens_per_s": found["prefill_tokens"] / found["prefill_s"],
-        "forecast_prefill_tokens_per_s": card.forecast.prefill_tokens_per_s,
-        "hit_ratio_whole_run": 1 - found["misses"] / visits, "forecast_hit_ratio": card.forecast.hits.expected,
-        "step": vars(card.forecast.step), "binding": card.forecast.step.binding,
-    }  # fmt: skip
+        "name": point.name,
+        "decode_tokens_per_s": found["decode_tokens"] / found["decode_s"],
+        "prefill_tokens_per_s": found["prefill_tokens"] / found["prefill_s"],
+    }
 
 
 def results(folder: Path) -> dict[str, dict[str, float]]:
@@ -181,28 +187,45 @@ def results(folder: Path) -> dict[str, dict[str, float]]:
     return {found["name"]: found for found in map(json.loads, lines)}
 
 
-def table(found: dict[str, dict[str, float]]) -> Iterator[str]:
-    errors = sorted(abs(one["forecast_tokens_per_s"] / one["measured_tokens_per_s"] - 1) for one in found.values())
-    worst_of_nine = errors[min(len(errors) - 1, int(0.9 * len(errors)))]
-    yield (
-        f"{len(errors)} points: median error {statistics.median(errors):.0%}, 90th percentile {worst_of_nine:.0%}. Decode, "
-        f"tokens/s of all sequences together; prompts of {PROMPT} tokens, answers of {ANSWER}."
-    )
-    yield ""
-    yield "| shape | bits | resident | sequences | forecast | measured | error | binds |"
-    yield "|---|---|---:|---:|---:|---:|---:|---|"
-    for one in found.values():
-        error = one["forecast_tokens_per_s"] / one["measured_tokens_per_s"] - 1
-        yield (
-            f"| {one['shape']} | {one['bits']} | {one['resident_ratio']:.0%} | {one['sequences']} | "
-            f"{one['forecast_tokens_per_s']:.1f} | {one['measured_tokens_per_s']:.1f} | {error:+.0%} | {one['binding']} |"
+def table(folder: Path) -> Iterator[str]:
+    """The forecasts are made anew, with the rates that are known now."""
+    measured, rows, errors = results(folder), [], []
+    for point in POINTS:
+        if point.name not in measured:
+            continue
+        found, real = card_of(folder, point)[1].forecast, measured[point.name]
+        assert found is not None
+        off, prompt_off = (
+            expected / real[name] - 1
+            for expected, name in (
+                (found.decode_tokens_per_s, "decode_tokens_per_s"),
+                (found.prefill_tokens_per_s, "prefill_tokens_per_s"),
+            )
         )
+        errors.append((abs(off), abs(prompt_off)))
+        rows.append(
+            f"| {point.shape} | {point.bits} | {point.share:.0%} | {point.sequences} | {found.hits.expected:.0%} | "
+            f"{found.decode_tokens_per_s:.1f} | {real['decode_tokens_per_s']:.1f} | {off:+.0%} | {found.step.binding} | "
+            f"{found.prefill_tokens_per_s:.0f} | {real['prefill_tokens_per_s']:.0f} | {prompt_off:+.0%} |"
+        )
+    for what, found in (("Decode", [one for one, _ in errors]), ("Prompts", [other for _, other in errors])):
+        found.sort()
+        ninth = found[min(len(found) - 1, int(0.9 * len(found)))]
+        yield f"{what}: {len(found)} points, median error {statistics.median(found):.0%}, 90th percentile {ninth:.0%}."
+    yield f"Tokens/s of all sequences together; prompts of {PROMPT} tokens from a cold start, answers of {ANSWER}."
+    yield ""
+    yield (
+        "| shape | bits | resident | sequences | hits "
+        "| decode forecast | measured | error | binds | prompt forecast | measured | error |"
+    )
+    yield "|---|---|---:|---:|---:|---:|---:|---:|---|---:|---:|---:|"
+    yield from rows
 
 
 def write_table(folder: Path) -> None:
     text = PAGE.read_text()
     before, rest = text.split(BEGIN)
-    lines = "\n".join(table(results(folder)))
+    lines = "\n".join(table(folder))
     PAGE.write_text(f"{before}{BEGIN}\n{lines}\n{END}{rest.split(END)[1]}")
 
 
@@ -210,12 +233,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folder", type=Path)
     parser.add_argument("--only", type=int, nargs="*", help="numbers of points")
-    parser.add_argument("--prepare", action="store_true", help="make the stores and nothing else")
+    parser.add_argument("--prepare", action="store_true", help="make the stores and traces and nothing else")
     parser.add_argument("--table", action="store_true", help="write the table and nothing else")
     args = parser.parse_args()
     if args.prepare:
-        for shape, bits in dict.fromkeys((point.shape, point.bits) for point in POINTS):
-            print(make_store(args.folder, shape, bits), flush=True)
+        for point in POINTS:
+            print(card_of(args.folder, point)[0], flush=True)
         return
     if not args.table:
         for number in range(len(POINTS)) if args.only is None else args.only:
@@ -223,8 +246,7 @@ def main() -> None:
             with (args.folder / "results.jsonl").open("a") as file:
                 file.write(json.dumps(found) + "\n")
                 os.fsync(file.fileno())
-            measured, forecast = found["measured_tokens_per_s"], found["forecast_tokens_per_s"]
-            print(f"{number} {found['name']}: measured {measured:.1f}, forecast {forecast:.1f}", flush=True)
+            print(number, found, flush=True)
     if args.only is None:
         write_table(args.folder)
 

@@ -35,7 +35,7 @@ def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 def small(monkeypatch: pytest.MonkeyPatch) -> None:
     """The same measurement with less memory and a smaller file."""
-    sizes = {"MEMORY_BYTES": 40 << 20, "MATRIX_BYTES": 8 << 20, "PROMPT_MATRIX_BYTES": 1 << 20, "FILE_BYTES": 16 << 20}
+    sizes = {"MEMORY_BYTES": 40 << 20, "MATRIX_BYTES": 1 << 20, "FILE_BYTES": 16 << 20}
     for name, size in sizes.items():
         monkeypatch.setattr(measure, name, size)
 

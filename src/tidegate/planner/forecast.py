@@ -125,12 +125,12 @@ class _Clock:
         return StepTimes(self._dense_s(batch), kv_s, experts_s, wait_s, self._overhead_s())
 
     def prompt(self, tokens: int) -> float:
-        """Seconds until a prompt's last token has been computed and one more token is there."""
+        """Seconds until a prompt's last token has been computed, from a start with no expert in memory."""
         chunk, done, total_s = self._sizes.prefill_chunk, 0, 0.0
         while done < tokens:
             count = min(chunk, tokens - done)
+            total_s += self._chunk_s(count, done + count, is_first=done == 0)
             done += count
-            total_s += self._chunk_s(count, done)
         return total_s
 
     def _overhead_s(self) -> float:
@@ -172,7 +172,7 @@ class _Clock:
             return 0.0
         return max(self._machine.load_s(blob_bytes), count * blob_bytes / self._machine.disk_bytes_per_s(blob_bytes))
 
-    def _chunk_s(self, tokens: int, context: int) -> float:
+    def _chunk_s(self, tokens: int, context: int, *, is_first: bool) -> float:
         """A piece of a prompt: every needed expert is loaded once, in file order, while others compute."""
         model, config = self._model, self._model.config
         att = config.attention
@@ -185,7 +185,7 @@ class _Clock:
             assert moe is not None
             needed = expected_union(moe.num_experts, moe.num_experts_per_tok, tokens)
             compute_s = needed * self._expert_s(layout, tokens * moe.num_experts_per_tok / needed)
-            missing = needed * (1 - slots / moe.num_experts)
+            missing = needed if is_first else needed * (1 - slots / moe.num_experts)
             total_s += max(compute_s, self._loads_s(missing, layout.blob_bytes))
         return total_s
 

@@ -11,7 +11,6 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 from tempfile import NamedTemporaryFile, TemporaryDirectory
@@ -20,7 +19,8 @@ import numpy as np
 
 from tidegate import _core
 from tidegate.backends.base import ByteArray
-from tidegate.errors import TidegateError
+from tidegate.checkpoint.reading import CHUNK_BYTES
+from tidegate.errors import ReadFailed, TidegateError
 from tidegate.memory.arena import Arena
 from tidegate.memory.ledger import Ledger
 from tidegate.planner.machine import DiskRate, Machine, fingerprint
@@ -28,18 +28,19 @@ from tidegate.planner.tiny_store import write_tiny_store
 from tidegate.quant.formats import Format
 from tidegate.quant.layout import ExpertLayout
 from tidegate.quant.native import native_format
+from tidegate.units import align_up
 
 FORMATS = ("int4-g32", "int8-g32", "mxfp4-g32", "bf16", "f32")
 EXPERT_FORMATS = ("int4-g32", "int8-g32", "mxfp4-g32", "bf16")
 BLOCK_SIZES = (64 << 10, 256 << 10, 1 << 20, 4 << 20)
-MEMORY_BYTES, MATRIX_BYTES, PROMPT_MATRIX_BYTES, FILE_BYTES = 192 << 20, 176 << 20, 8 << 20, 192 << 20
+MEMORY_BYTES, MATRIX_BYTES, FILE_BYTES, QUEUED_BYTES = 512 << 20, 8 << 20, 192 << 20, 128 << 20
 INPUTS, WIDTH, EXPERTS, PROMPT_TOKENS = 2048, 768, 8, 256
 ROUNDS = 4
 _FILL = 0x33  # a byte that makes every format's scales and floats ordinary numbers
 
 
 def measure_machine(path: Path, threads: int) -> Machine:
-    """Takes about five seconds and 0.4 GiB. ``path``: a file to read, or a folder in which one is written for a moment.
+    """Takes about five seconds and 0.7 GiB. ``path``: a file to read, or a folder in which one is written for a moment.
     ``busy_ratio`` says how much others computed meanwhile."""
     others = OtherWork()
     isa = _core.available_isas()[0]
@@ -87,19 +88,34 @@ class _Kernels:
 
     def reads(self) -> float:
         """Bytes a second of plain reads."""
-        return self._weights.size / self._fastest(
+        return self._weights.size / self._typical_s(
             lambda: _core.read_all(self._compute, self._weights), rounds=2 * ROUNDS
         )
 
     def decode(self, fmt: Format) -> float:
-        """Packed bytes a second: one token through one large matrix."""
+        """Packed bytes a second: one token through one matrix after the other, as large as those of real layers."""
         rows = _rows_of(fmt, MATRIX_BYTES)
-        return fmt.packed_bytes(rows, INPUTS) / self._linear_s(fmt, rows, 1)
+        size = align_up(fmt.packed_bytes(rows, INPUTS), 4096)
+        matrices = [self._matrix(fmt, rows, start) for start in range(0, self._weights.size - size, size)]
+        turn = 0
+
+        def run() -> None:
+            nonlocal turn
+            x = self._compute.from_numpy(np.ones((1, INPUTS), np.float32))
+            for number in range(EXPERTS):
+                _core.linear(self._compute, x, matrices[(turn + number) % len(matrices)])
+            turn += EXPERTS
+
+        return EXPERTS * fmt.packed_bytes(rows, INPUTS) / self._typical_s(run, rounds=3 * ROUNDS)
 
     def prefill(self, fmt: Format) -> float:
         """Multiply-adds a second: many tokens through a matrix."""
-        rows = _rows_of(fmt, PROMPT_MATRIX_BYTES)
-        return PROMPT_TOKENS * rows * INPUTS / self._linear_s(fmt, rows, PROMPT_TOKENS)
+        rows = _rows_of(fmt, MATRIX_BYTES)
+        matrix, inputs = self._matrix(fmt, rows, 0), np.ones((PROMPT_TOKENS, INPUTS), np.float32)
+        elapsed_s = self._typical_s(
+            lambda: _core.linear(self._compute, self._compute.from_numpy(inputs), matrix), rounds=ROUNDS
+        )
+        return PROMPT_TOKENS * rows * INPUTS / elapsed_s
 
     def experts(self, fmt: Format) -> float:
         """Packed bytes a second: one token through 8 experts, others every time."""
@@ -124,25 +140,22 @@ class _Kernels:
             step.finish()
             turn += EXPERTS
 
-        return EXPERTS * size / self._fastest(run, rounds=3 * ROUNDS)
+        return EXPERTS * size / self._typical_s(run, rounds=3 * ROUNDS)
 
-    def _linear_s(self, fmt: Format, rows: int, tokens: int) -> float:
-        data = self._weights[: fmt.packed_bytes(rows, INPUTS)]
-        matrix = _core.PackedMatrix(data, native_format(fmt), rows, INPUTS, None)
-        inputs = np.ones((tokens, INPUTS), np.float32)
-        return self._fastest(
-            lambda: _core.linear(self._compute, self._compute.from_numpy(inputs), matrix), rounds=ROUNDS
-        )
+    def _matrix(self, fmt: Format, rows: int, start: int) -> _core.PackedMatrix:
+        data = self._weights[start : start + fmt.packed_bytes(rows, INPUTS)]
+        return _core.PackedMatrix(data, native_format(fmt), rows, INPUTS, None)
 
-    def _fastest(self, run: Callable[[], object], rounds: int) -> float:
-        best_s = float("inf")
-        for _ in range(rounds):
+    def _typical_s(self, run: Callable[[], object], rounds: int) -> float:
+        """The median, after one round that does not count."""
+        found = []
+        for _ in range(rounds + 1):
             mark = self._compute.mark()
             start_s = time.perf_counter()
             run()
-            best_s = min(best_s, time.perf_counter() - start_s)
+            found.append(time.perf_counter() - start_s)
             self._compute.release(mark)
-        return best_s
+        return float(np.median(found[1:]))
 
 
 def _rows_of(fmt: Format, nbytes: int) -> int:
@@ -151,34 +164,38 @@ def _rows_of(fmt: Format, nbytes: int) -> int:
 
 
 def _disk_rate(path: Path, block_bytes: int) -> DiskRate:
-    """One block alone, a dozen times (the median); then 64 MiB or 128 blocks with two in flight."""
+    """One block alone, a dozen times (the median); then up to 128 more, queued."""
     files = _core.FileSet([str(path)], _core.PosixReader(), False)
     _drop_from_cache(path)
     offsets = np.random.default_rng(block_bytes).permutation(path.stat().st_size // block_bytes) * block_bytes
-    with _memory(2 * BLOCK_SIZES[-1]) as memory:
-        buffers = [memory[:block_bytes], memory[BLOCK_SIZES[-1] :][:block_bytes]]
-
-        def read(offset: int, buffer: ByteArray) -> None:
-            got, error = files.read(0, offset, buffer, 1 << 20)
-            if got != buffer.size:
-                raise OSError(error, os.strerror(error), str(path))
-
-        alone_s = []
+    alone_s = []
+    with _memory(block_bytes) as buffer:
         for offset in offsets[:12].tolist():
             start_s = time.perf_counter()
-            read(offset, buffers[0])
+            got, error = files.read(0, offset, buffer, CHUNK_BYTES)
             alone_s.append(time.perf_counter() - start_s)
-        rest = offsets[12:][: max(4, min(128, (64 << 20) // block_bytes))].tolist() or offsets.tolist()
+            if got != block_bytes:
+                raise ReadFailed(path, offset, block_bytes, got, os.strerror(error) if error else "the file ends there")
+    return DiskRate(
+        block_bytes, float(np.median(alone_s)), _queued_bytes_per_s(files, offsets[12:].tolist(), block_bytes)
+    )
 
-        def read_all(number: int) -> None:
-            for offset in rest[number::2]:
-                read(offset, buffers[number])
 
+def _queued_bytes_per_s(files: _core.FileSet, offsets: list[int], block_bytes: int) -> float:
+    """By the engine's own loader: two threads, requests of at most 1 MiB."""
+    count = max(2, min(len(offsets), QUEUED_BYTES // block_bytes, 128))
+    with _memory(count * block_bytes) as memory:
+        start = memory.ctypes.data
+        slots = [start + number * block_bytes for number in range(count)]
+        loader = _core.Loader(files, slots, block_bytes, 2, CHUNK_BYTES, False)
         start_s = time.perf_counter()
-        with ThreadPoolExecutor(2) as pool:
-            list(pool.map(read_all, range(2)))
+        for slot, offset in enumerate(offsets[:count]):
+            loader.load(slot, 0, offset, block_bytes, 0, True)
+        if not all(loader.wait(slot) for slot in range(count)):
+            raise ReadFailed("the disk's probe file", offsets[0], block_bytes, 0, "read error")
         elapsed_s = time.perf_counter() - start_s
-    return DiskRate(block_bytes, float(np.median(alone_s)), len(rest) * block_bytes / elapsed_s)
+        loader.close()
+    return count * block_bytes / elapsed_s
 
 
 def _drop_from_cache(path: Path) -> None:
