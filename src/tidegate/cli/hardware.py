@@ -78,7 +78,7 @@ def _lines(machine: Machine) -> list[str]:
     for disk in machine.disk:
         lines.append(
             f"disk reads of {format_bytes(disk.block_bytes)}: {format_seconds(disk.latency_s)} alone, "
-            f"{_gb(disk.bytes_per_s)} with two in flight"
+            f"{_gb(disk.bytes_per_s)} when queued"
         )
     lines.append(
         f"a layer costs {format_seconds(machine.layer_s)} beside its weights; the process takes "

@@ -188,7 +188,16 @@ def _forecast(
     trace: Path | None = None,
 ) -> Forecast:
     hits = hits_of(model, plan, options, trace)
-    return make_forecast(model, plan, sizes, machine, hits, threads=threads, prompt_tokens=prompt_tokens)
+    return make_forecast(
+        model,
+        plan,
+        sizes,
+        machine,
+        hits,
+        threads=threads,
+        prompt_tokens=prompt_tokens,
+        prefetch=options.prefetch == "auto",
+    )
 
 
 def _ways_out(

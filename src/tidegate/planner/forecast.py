@@ -6,7 +6,7 @@ B sequences of a step, E experts, K experts per token, n distinct experts of a s
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from math import comb
 from typing import Any
 
@@ -16,6 +16,8 @@ from tidegate.planner.machine import Machine
 from tidegate.planner.routing import HitRates
 from tidegate.quant.layout import ExpertLayout
 
+# Of the time that prefetch could hide (loads during other layers), the share that it does hide; docs/planner.md.
+_HIDDEN_BY_PREFETCH = 0.25
 _COMPUTE_BAND = 0.10  # how far the computed part has been off, see the table in docs/planner.md
 
 
@@ -69,10 +71,18 @@ class Forecast:
 
 
 def make_forecast(
-    model: PackedModel, plan: Plan, sizes: Sizes, machine: Machine, hits: HitRates, *, threads: int, prompt_tokens: int
+    model: PackedModel,
+    plan: Plan,
+    sizes: Sizes,
+    machine: Machine,
+    hits: HitRates,
+    *,
+    threads: int,
+    prompt_tokens: int,
+    prefetch: bool = True,
 ) -> Forecast:
     """Decode at half the context, all sequences running; a prompt of ``prompt_tokens`` by one sequence."""
-    clock = _Clock(model, plan, sizes, machine, threads)
+    clock = _Clock(model, plan, sizes, machine, threads, prefetch)
     steps = [clock.decode(rate, hits.distinct) for rate in (hits.expected, hits.low, hits.high)]
     rates = [sizes.sequences / step.total_s for step in steps]
     prompt_s = clock.prompt(prompt_tokens)
@@ -93,10 +103,13 @@ def make_forecast(
 
 
 class _Clock:
-    def __init__(self, model: PackedModel, plan: Plan, sizes: Sizes, machine: Machine, threads: int) -> None:
+    def __init__(
+        self, model: PackedModel, plan: Plan, sizes: Sizes, machine: Machine, threads: int, prefetch: bool
+    ) -> None:
         self._model, self._plan, self._sizes, self._machine = model, plan, sizes, machine
         self._memory = machine.memory_bytes_per_s(threads)
         self._scale = min(1.0, self._memory / machine.memory_bytes_per_s(machine.threads))
+        self._hidden_ratio = _HIDDEN_BY_PREFETCH if prefetch else 0.0
         self._blob_bytes = plan.needs.slot_bytes
         self.load_s = machine.load_s(self._blob_bytes) if model.layouts else 0.0
 
@@ -113,7 +126,7 @@ class _Clock:
         """One token of every sequence, at half the context. ``distinct`` experts a layer; None: by chance."""
         model, batch = self._model, self._sizes.sequences
         kv_s = batch * self._sizes.context_tokens / 2 * self._sizes.kv.token_bytes / self._memory
-        experts_s = wait_s = 0.0
+        experts_s = wait_s = loads_s = 0.0
         moe = model.config.moe
         for layout in model.layouts:
             assert moe is not None
@@ -122,7 +135,10 @@ class _Clock:
             alone = needed * expert_s
             experts_s += alone
             wait_s += self._layer_s(needed, expert_s, hit_rate, layout.blob_bytes) - alone
-        return StepTimes(self._dense_s(batch), kv_s, experts_s, wait_s, self._overhead_s())
+            loads_s += self._loads_s(needed * (1 - hit_rate), layout.blob_bytes)
+        found = StepTimes(self._dense_s(batch), kv_s, experts_s, wait_s, self._overhead_s())
+        cannot_hide_s = max(0.0, loads_s - (found.total_s - wait_s))
+        return replace(found, wait_s=wait_s - self._hidden_ratio * max(0.0, wait_s - cannot_hide_s))
 
     def prompt(self, tokens: int) -> float:
         """Seconds until a prompt's last token has been computed, from a start with no expert in memory."""

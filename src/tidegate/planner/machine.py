@@ -23,7 +23,7 @@ _FILE = "hardware.json"
 
 @dataclass(frozen=True)
 class DiskRate:
-    """Direct reads of ``block_bytes``: seconds of one alone, bytes a second with two in flight."""
+    """Direct reads of ``block_bytes``: seconds of one alone, bytes a second of many, queued."""
 
     block_bytes: int
     latency_s: float
@@ -71,7 +71,7 @@ class Machine:
         return first.latency_s + share * (second.latency_s - first.latency_s)
 
     def disk_bytes_per_s(self, nbytes: int) -> float:
-        """Many blocks of that size, two in flight."""
+        """Many blocks of that size, queued."""
         first, second = self._around(nbytes)
         return min(first.bytes_per_s, second.bytes_per_s) if nbytes < first.block_bytes else second.bytes_per_s
 

@@ -19,8 +19,8 @@ import numpy as np
 
 from tidegate import _core
 from tidegate.backends.base import ByteArray
-from tidegate.checkpoint.reading import CHUNK_BYTES
 from tidegate.errors import ReadFailed, TidegateError
+from tidegate.experts.loader import LoaderOptions
 from tidegate.memory.arena import Arena
 from tidegate.memory.ledger import Ledger
 from tidegate.planner.machine import DiskRate, Machine, fingerprint
@@ -32,8 +32,8 @@ from tidegate.units import align_up
 
 FORMATS = ("int4-g32", "int8-g32", "mxfp4-g32", "bf16", "f32")
 EXPERT_FORMATS = ("int4-g32", "int8-g32", "mxfp4-g32", "bf16")
-BLOCK_SIZES = (64 << 10, 256 << 10, 1 << 20, 4 << 20)
-MEMORY_BYTES, MATRIX_BYTES, FILE_BYTES, QUEUED_BYTES = 512 << 20, 8 << 20, 192 << 20, 128 << 20
+BLOCK_SIZES = (64 << 10, 256 << 10, 1 << 20, 4 << 20, 16 << 20)
+MEMORY_BYTES, MATRIX_BYTES, FILE_BYTES, QUEUED_BYTES = 512 << 20, 8 << 20, 384 << 20, 512 << 20
 INPUTS, WIDTH, EXPERTS, PROMPT_TOKENS = 2048, 768, 8, 256
 ROUNDS = 4
 _FILL = 0x33  # a byte that makes every format's scales and floats ordinary numbers
@@ -164,38 +164,32 @@ def _rows_of(fmt: Format, nbytes: int) -> int:
 
 
 def _disk_rate(path: Path, block_bytes: int) -> DiskRate:
-    """One block alone, a dozen times (the median); then up to 128 more, queued."""
-    files = _core.FileSet([str(path)], _core.PosixReader(), False)
+    """By the engine's own loader: one block alone, a dozen times (the median); then up to 128 more, queued."""
+    files, how = _core.FileSet([str(path)], _core.PosixReader(), False), LoaderOptions()
     _drop_from_cache(path)
-    offsets = np.random.default_rng(block_bytes).permutation(path.stat().st_size // block_bytes) * block_bytes
-    alone_s = []
-    with _memory(block_bytes) as buffer:
-        for offset in offsets[:12].tolist():
+    places = np.random.default_rng(block_bytes).permutation(path.stat().st_size // block_bytes) * block_bytes
+    alone, queued = places[:12].tolist(), places[12:][: max(2, min(128, QUEUED_BYTES // block_bytes))].tolist()
+    with _memory(max(len(queued), 1) * block_bytes) as memory:
+        slots = [memory.ctypes.data + number * block_bytes for number in range(max(len(queued), 1))]
+        loader = _core.Loader(files, slots, block_bytes, how.threads, how.chunk_bytes, False, how.demand_chunks)
+
+        def load_s(offsets: list[int]) -> float:
             start_s = time.perf_counter()
-            got, error = files.read(0, offset, buffer, CHUNK_BYTES)
-            alone_s.append(time.perf_counter() - start_s)
-            if got != block_bytes:
-                raise ReadFailed(path, offset, block_bytes, got, os.strerror(error) if error else "the file ends there")
-    return DiskRate(
-        block_bytes, float(np.median(alone_s)), _queued_bytes_per_s(files, offsets[12:].tolist(), block_bytes)
-    )
+            for slot, offset in enumerate(offsets):
+                loader.load(slot, 0, offset, block_bytes, 0, True)
+            for slot, offset in enumerate(offsets):
+                if not loader.wait(slot):
+                    failed = loader.failure(slot)
+                    raise ReadFailed(path, offset, block_bytes, failed.got_bytes, os.strerror(failed.error))
+            return time.perf_counter() - start_s
 
-
-def _queued_bytes_per_s(files: _core.FileSet, offsets: list[int], block_bytes: int) -> float:
-    """By the engine's own loader: two threads, requests of at most 1 MiB."""
-    count = max(2, min(len(offsets), QUEUED_BYTES // block_bytes, 128))
-    with _memory(count * block_bytes) as memory:
-        start = memory.ctypes.data
-        slots = [start + number * block_bytes for number in range(count)]
-        loader = _core.Loader(files, slots, block_bytes, 2, CHUNK_BYTES, False)
-        start_s = time.perf_counter()
-        for slot, offset in enumerate(offsets[:count]):
-            loader.load(slot, 0, offset, block_bytes, 0, True)
-        if not all(loader.wait(slot) for slot in range(count)):
-            raise ReadFailed("the disk's probe file", offsets[0], block_bytes, 0, "read error")
-        elapsed_s = time.perf_counter() - start_s
-        loader.close()
-    return count * block_bytes / elapsed_s
+        try:
+            latency_s = float(np.median([load_s([offset]) for offset in alone]))
+            together = queued or alone[:1]
+            bytes_per_s = len(together) * block_bytes / load_s(together)
+        finally:
+            loader.close()
+    return DiskRate(block_bytes, latency_s, bytes_per_s)
 
 
 def _drop_from_cache(path: Path) -> None:
