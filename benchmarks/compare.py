@@ -107,7 +107,14 @@ def foreign_work(wanted: bool) -> Iterator[None]:
 
 
 def command(engine: str, case: Case, options: argparse.Namespace, tokens: Path, *, choices: bool) -> list[str]:
-    sizes = ["--prefill", str(case.prefill), "--decode", str(case.decode), "--threads", str(options.threads)]
+    sizes = [
+        "--prefill",
+        str(case.prefill),
+        "--decode",
+        str(options.decode or case.decode),
+        "--threads",
+        str(options.threads),
+    ]
     if engine == "llama.cpp":
         mode = [] if case.limit_bytes else ["--no-mmap"]
         return [options.peer_python, str(HERE / "peer_llama_cpp.py"), str(options.gguf), str(tokens), *sizes, *mode]
@@ -223,7 +230,7 @@ def agreement_lines(groups: Groups) -> list[str]:
         theirs = next(iter(engines.get("llama.cpp", [])), None)
         if ours is None or theirs is None:
             continue
-        pairs = list(zip(ours["greedy_token_ids"], theirs["greedy_token_ids"], ours["greedy_margins"], strict=True))
+        pairs = list(zip(ours["greedy_token_ids"], theirs["greedy_token_ids"], ours["greedy_margins"], strict=False))
         margins = [margin for a, b, margin in pairs if a != b]
         text = f"{name}: {len(pairs) - len(margins)} of {len(pairs)} next tokens agree"
         if margins:
@@ -244,7 +251,7 @@ def plot(groups: Groups, path: Path) -> None:
     for engine, key, label, style in series:
         points = {}
         for engines in groups.values():
-            rows = [row for row in engines.get(engine, []) if row.get("decode_tokens", 64) == 64 and row["limit_bytes"]]
+            rows = [row for row in engines.get(engine, []) if row["limit_bytes"] and row["case"].endswith("MB")]
             if rows:
                 points[rows[0]["limit_bytes"] / 1e9] = middle(rows, key)
         axes.plot(*zip(*sorted(points.items()), strict=True) if points else ((), ()), style, label=label)
@@ -264,6 +271,7 @@ def main() -> None:
     child.add_argument("--out", type=Path, required=True, help="runs are appended, one JSON object a line")
     child.add_argument("--case", default="resident", help=f"{', '.join(CASES)}, or a limit like 1600MB")
     child.add_argument("--rounds", type=int, default=1)
+    child.add_argument("--decode", type=int, help="tokens to decode, instead of the case's number")
     child.add_argument("--engine", choices=ENGINES, help="only this one")
     child.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)))
     child.add_argument("--choices", action="store_true", help="compare next tokens; ours decodes a little slower then")

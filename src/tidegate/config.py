@@ -101,7 +101,13 @@ class EngineOptions:
         "int", None, "longest sequence in tokens, prompt and answer together; default: 4096 or the model's limit", low=2
     )
     sequences: int = _option("int", 1, "sequences that run at the same time", low=1, high=4096)
-    prefill_chunk: int = _option("int", 256, "prompt tokens computed in one step", low=1, high=65536)
+    prefill_chunk: int | None = _option(
+        "int",
+        None,
+        "prompt tokens computed in one step; default: 256, or more where that saves loads and takes little of the budget",
+        low=1,
+        high=65536,
+    )
     threads: int | None = _option(
         "int", None, "compute threads; default: the cores this process may use", low=1, high=1024
     )

@@ -21,7 +21,7 @@ from tidegate.config import EngineOptions
 from tidegate.engine.codec import TextCodec
 from tidegate.engine.engine import Engine
 from tidegate.engine.kv_cache import KvCache
-from tidegate.engine.needs import Sizes, needs_of, scored_rows, sizes_of, ways_out
+from tidegate.engine.needs import Sizes, needs_of, scored_rows, sizes_of, ways_out, with_chunk
 from tidegate.engine.scheduler import Scheduler
 from tidegate.errors import CorruptFile
 from tidegate.experts.base import CacheCounters
@@ -93,12 +93,14 @@ class Runtime:
 def build(store: ExpertStore, options: EngineOptions, reader: _core.BlockReader | None = None) -> Runtime:
     """Raises UsageError, BudgetTooSmall, CheckpointError and its kinds. ``reader`` replaces the system's reads of experts
     in tests."""
-    config, sizes = store.config, sizes_of(store.config, options)
+    config = store.config
+    sizes_of(config, options)  # a context that cannot be is refused before anything is read
     codec = TextCodec(store)
     _core.trim_heap()
     Arena.forget_closed()
     threads = options.threads or len(os.sched_getaffinity(0))
-    plan, budget = _plan(store, options, threads)
+    options, plan, budget = _plan(store, options, threads)
+    sizes = sizes_of(config, options)
     ledger = _ledger(plan)
     with ExitStack() as resources:
         arena = Arena(ledger, plan.arena_bytes, threads)
@@ -150,15 +152,17 @@ def build(store: ExpertStore, options: EngineOptions, reader: _core.BlockReader 
     )
 
 
-def _plan(store: ExpertStore, options: EngineOptions, threads: int) -> tuple[Plan, Budget]:
+def _plan(store: ExpertStore, options: EngineOptions, threads: int) -> tuple[EngineOptions, Plan, Budget]:
+    """The options come back with what they left open filled in."""
     budget, process = budget_of_process(options.memory_bytes), process_memory()
+    options = with_chunk(store, options, process, threads, budget.limit_bytes)
     needs = needs_of(store, options, process, threads)
     ways = (
         ways_out(store, options, process, threads, budget.limit_bytes)
         if budget.limit_bytes < needs.smallest_bytes
         else ()
     )
-    return make_plan(budget.limit_bytes, needs, ways), budget
+    return options, make_plan(budget.limit_bytes, needs, ways), budget
 
 
 def _ledger(plan: Plan) -> Ledger:

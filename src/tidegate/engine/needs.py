@@ -23,6 +23,8 @@ from tidegate.quant.layout import ExpertLayout
 from tidegate.units import align_up
 
 DEFAULT_CONTEXT_TOKENS = 4096
+# Where not all experts fit, every chunk loads most of them once. A larger one may take this share more of the budget.
+DEFAULT_CHUNK_TOKENS, LARGER_CHUNKS_TOKENS, CHUNK_BUDGET_SHARE = 256, (1024, 512), 32
 SMALLEST_CONTEXT_TOKENS, SMALLEST_CHUNK_TOKENS = 256, 16  # that a message proposes
 # Measured: what Python and the libraries still take after the measurement, and what one thread takes.
 GROWTH_BYTES, THREAD_BYTES = 7 << 18, 64 << 10
@@ -66,7 +68,7 @@ def sizes_of(config: ModelConfig, options: EngineOptions) -> Sizes:
     if context > config.max_positions:
         raise UsageError(f"--context {context}: the model was made for {config.max_positions} positions")
     kv = KvLayout.of(config.attention, config.rope, config.num_layers, options.kv)
-    chunk = min(options.prefill_chunk, context)
+    chunk = min(options.prefill_chunk or DEFAULT_CHUNK_TOKENS, context)
     wide = options.activations == "int16" or (options.activations == "auto" and config.moe is None)
     return Sizes(context, options.sequences, chunk, options.sequences * -(-context // kv.page_tokens), kv, wide)
 
@@ -91,6 +93,26 @@ def needs_of(store: PackedModel, options: EngineOptions, process: ProcessMemory,
         min_slots=moe.num_experts_per_tok if moe else 0,
         start_peak_bytes=process.peak_rss_bytes,
     )
+
+
+def with_chunk(
+    model: PackedModel, options: EngineOptions, process: ProcessMemory, threads: int, budget_bytes: int
+) -> EngineOptions:
+    """The options with a prefill chunk chosen for this budget, if they leave it open."""
+    if options.prefill_chunk is not None:
+        return options
+    usual = replace(options, prefill_chunk=DEFAULT_CHUNK_TOKENS)
+    needs = needs_of(model, usual, process, threads)
+    if not needs.num_layers or not needs.smallest_bytes <= budget_bytes < needs.largest_useful_bytes:
+        return usual
+    context, most_bytes = sizes_of(model.config, options).context_tokens, budget_bytes // CHUNK_BUDGET_SHARE
+    for tokens in LARGER_CHUNKS_TOKENS:
+        larger = replace(options, prefill_chunk=tokens)
+        found = needs_of(model, larger, process, threads)
+        fits = tokens <= context and found.smallest_bytes <= budget_bytes
+        if fits and found.fixed_bytes - needs.fixed_bytes <= most_bytes:
+            return larger
+    return usual
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ from typing import Any
 from tidegate.checkpoint.inventory import count_parameters, dense_tensors
 from tidegate.config import EngineOptions
 from tidegate.engine.build import Runtime
-from tidegate.engine.needs import PackedModel, Sizes, alternatives, needs_of, sizes_of
+from tidegate.engine.needs import PackedModel, Sizes, alternatives, needs_of, sizes_of, with_chunk
 from tidegate.memory.budget import Budget
 from tidegate.memory.probe import ProcessMemory
 from tidegate.plan import Needs, Plan, make_plan
@@ -113,8 +113,9 @@ def make_card(
 ) -> Card:
     """``prompt_tokens``: of the forecast's prompt; None: a quarter of the context. Raises UsageError for options that do not
     fit the model or a trace of another one."""
-    sizes = sizes_of(headers.config, options)
     process = expected_process(machine, headers.config.vocab_size)
+    options = with_chunk(headers, options, process, threads, budget.limit_bytes)
+    sizes = sizes_of(headers.config, options)
     needs = needs_of(headers, options, process, threads)
     prompt = prompt_tokens or max(1, sizes.context_tokens // 4)
     plan = forecast = None
