@@ -247,7 +247,7 @@ def plot(groups: Groups, path: Path) -> None:
 
     figure, axes = plt.subplots(figsize=(7, 4.2))
     series = [("tidegate", "decode_tokens_per_s", "Tidegate", "o-"), ("llama.cpp", "decode_tokens_per_s", "llama.cpp", "s-"),
-              ("tidegate", "decode_ceiling_tokens_per_s", "ceiling for Tidegate's misses", "k:")]  # fmt: skip
+              ("tidegate", "decode_ceiling_tokens_per_s", "ceiling for Tidegate's loads", "k:")]  # fmt: skip
     for engine, key, label, style in series:
         points = {}
         for engines in groups.values():

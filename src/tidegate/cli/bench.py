@@ -108,9 +108,9 @@ def _result_lines(found: bench.Measurement, budget_bytes: int) -> str:
             f"prefetched, {counters['misses']:,} misses; {format_bytes(counters['read_bytes'])} read; "
             f"{phase.stall_ratio:.1%} of the time waiting for loads"
         )
-    ceiling, binding = found.card.ceiling(found.decode.counters["misses"] / found.decode.tokens)
+    ceiling, binding = found.ceiling
     lines.append(
-        f"ceiling with these misses {ceiling:.1f} tokens/s ({binding}); reached {found.decode.tokens_per_s / ceiling:.0%}"
+        f"ceiling with these loads {ceiling:.1f} tokens/s ({binding}); reached {found.decode.tokens_per_s / ceiling:.0%}"
     )
     lines.append(f"peak memory {format_bytes(found.peak_bytes)} of {format_bytes(budget_bytes)}")
     return "\n".join(lines)

@@ -46,9 +46,9 @@ class Card:
     def uniform_misses(self) -> float:
         return self.experts_per_token * self.num_moe_layers * (1 - self.resident_ratio)
 
-    def ceiling(self, misses_per_token: float) -> tuple[float, str]:
-        """(tokens a second, what binds) when loads and computation overlap perfectly."""
-        disk_s = misses_per_token * self.expert_bytes / self.rates.disk_bytes_per_s if misses_per_token else 0.0
+    def ceiling(self, loads_per_token: float) -> tuple[float, str]:
+        """(tokens a second, what binds) when loads, prefetched ones included, and computation overlap perfectly."""
+        disk_s = loads_per_token * self.expert_bytes / self.rates.disk_bytes_per_s if loads_per_token else 0.0
         slowest_s = max(self.compute_s, disk_s)
         return 1 / slowest_s, "disk" if disk_s > self.compute_s else "memory bandwidth"
 
@@ -128,9 +128,14 @@ class Measurement:
     peak_bytes: int
     budget_bytes: int
 
+    @property
+    def ceiling(self) -> tuple[float, str]:
+        """Of decoding, with the bytes that were read."""
+        read = self.decode.counters["read_bytes"]
+        return self.card.ceiling(read / self.card.expert_bytes / self.decode.tokens if read else 0.0)
+
     def to_json(self) -> dict[str, Any]:
-        misses = self.decode.counters["misses"] / self.decode.tokens
-        ceiling, binding = self.card.ceiling(misses)
+        ceiling, binding = self.ceiling
         return {
             **self.card.to_json(),
             **self.prefill.to_json("prefill"),
