@@ -7,6 +7,8 @@ from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3TopkR
 from transformers.models.phimoe.modeling_phimoe import sparsemixer
 
 import checkpoints
+from tidegate.backends.base import KvLayout
+from tidegate.backends.reference import ReferenceBackend
 from tidegate.backends.reference_math import choose, gated_activation, quantize_activations
 from tidegate.model_config import MoeConfig
 
@@ -67,3 +69,11 @@ def test_activations_are_quantized_to_the_last_code():
     codes, scales = quantize_activations(x, 16)
     assert scales.tolist() == [[1.0, 0.0]] and codes[0, 1].tolist() == [0] * 16
     assert codes[0, 0, :5].tolist() == [127, -127, 0, 2, -2]  # half to even
+
+
+def test_kv_pages_may_have_room_to_spare():
+    """The arena rounds areas up; bytes behind the last whole page are nobody's."""
+    layout = KvLayout(num_layers=3, kv_heads=1, k_dim=20, v_dim=0)
+    backend = ReferenceBackend()
+    backend.bind_kv(layout, np.zeros(2 * layout.page_bytes + 64, np.uint8))
+    assert backend._keys.shape[0] == 2

@@ -51,7 +51,8 @@ class ReferenceBackend(Backend[F32Array]):
         self._tables: dict[int, tuple[Linear, F32Array]] = {}
 
     def bind_kv(self, layout: KvLayout, pages: ByteArray) -> None:
-        numbers = pages.view(np.float16 if layout.dtype == "f16" else np.float32)
+        whole = pages[: len(pages) // layout.page_bytes * layout.page_bytes]
+        numbers = whole.view(np.float16 if layout.dtype == "f16" else np.float32)
         per_layer = layout.kv_heads * layout.page_tokens * (layout.k_dim + layout.v_dim)
         by_layer = numbers.reshape(-1, layout.num_layers, per_layer)
         split = layout.kv_heads * layout.page_tokens * layout.k_dim
