@@ -116,7 +116,11 @@ def accuracy(bench: Bench) -> Table:
             speed = bench.run(8, ratio, predictor="oracle", recall=recall, waste=waste).tokens_per_s
             cells.append(f"{speed / plain[ratio][0]:.2f} ({_same_speed(plain[ratio], speed)})")
         rows.append(cells)
-    return "speed-up at 8 slots (slots that reach it without prefetch), by R", ["recall, waste", *map(str, RATIOS)], rows
+    return (
+        "speed-up at 8 slots (slots that reach it without prefetch), by R",
+        ["recall, waste", *map(str, RATIOS)],
+        rows,
+    )
 
 
 def _same_speed(speeds: list[float], wanted: float) -> str:
@@ -155,7 +159,18 @@ def thresholds(bench: Bench) -> Table:
 def predictors(bench: Bench) -> Table:
     """Every predictor in the simulator, group prefetch among them."""
     rows = []
-    for name in ("last-token", "window", "decayed", "token-table", "markov", "groups", "lstm", "window-mlp", "mlp", "oracle"):
+    for name in (
+        "last-token",
+        "window",
+        "decayed",
+        "token-table",
+        "markov",
+        "groups",
+        "lstm",
+        "window-mlp",
+        "mlp",
+        "oracle",
+    ):
         cells: list[Any] = [name]
         for ratio in (0.25, 1.0, 5.0):
             base = bench.run(8, ratio)
@@ -238,7 +253,11 @@ def chunks_by_sequence(chunks: list[TraceChunk]) -> list[TraceChunk]:
     """One chunk a piece of a sequence, in order."""
     out = []
     for chunk in chunks:
-        cuts = [0, *(i for i in range(1, len(chunk.step)) if chunk.sequence[i] != chunk.sequence[i - 1]), len(chunk.step)]
+        cuts = [
+            0,
+            *(i for i in range(1, len(chunk.step)) if chunk.sequence[i] != chunk.sequence[i - 1]),
+            len(chunk.step),
+        ]
         for start, stop in pairwise(cuts):
             out.append(TraceChunk(**{name: values[start:stop] for name, values in vars(chunk).items()}))
     return out

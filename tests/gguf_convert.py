@@ -159,7 +159,11 @@ def metadata(config, arch, absorbed):
 
 def latent(config, absorbed):
     rank, rope, nope = config["kv_lora_rank"], config["qk_rope_head_dim"], config["qk_nope_head_dim"]
-    out = {"attention.kv_lora_rank": rank, "attention.q_lora_rank": config.get("q_lora_rank"), "rope.dimension_count": rope}
+    out = {
+        "attention.kv_lora_rank": rank,
+        "attention.q_lora_rank": config.get("q_lora_rank"),
+        "rope.dimension_count": rope,
+    }
     if not absorbed:
         return {**out, "attention.key_length": nope + rope, "attention.value_length": config["v_head_dim"]}
     return {

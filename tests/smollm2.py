@@ -34,7 +34,11 @@ def oracle() -> transformers.LlamaForCausalLM:
     weights = {}
     for name, parameter in model.named_parameters():
         tensor = stored[names.get_name(name, try_suffixes=(".weight",))]
-        w = gguf.quants.dequantize(np.asarray(tensor.data), tensor.tensor_type).astype(np.float32).reshape(parameter.shape)
+        w = (
+            gguf.quants.dequantize(np.asarray(tensor.data), tensor.tensor_type)
+            .astype(np.float32)
+            .reshape(parameter.shape)
+        )
         if ".q_proj." in name or ".k_proj." in name:  # the converter's permutation, undone
             heads = HEADS if ".q_proj." in name else KV_HEADS
             w = w.reshape(heads, -1, 2, HIDDEN).swapaxes(1, 2).reshape(w.shape)

@@ -23,7 +23,9 @@ def test_a_grid_of_policies_and_budgets(capsys) -> None:
     results = _json(capsys, *arguments, "--policy", "lru,decayed-lfu", "--predictor", "none,decayed")["results"]
     assert len(results) == 8
     for one in results:
-        assert one["tokens"] == 150 and one["lru_hit_ratio"] <= one["belady_hit_ratio"] <= one["belady_bypass_hit_ratio"]
+        assert (
+            one["tokens"] == 150 and one["lru_hit_ratio"] <= one["belady_hit_ratio"] <= one["belady_bypass_hit_ratio"]
+        )
         visits = one["demand_hits"] + one["prefetch_hits"] + one["misses"]
         assert visits == 150 * 24 * 4 and one["hit_ratio"] == pytest.approx(1 - one["misses"] / visits, abs=1e-4)
         if one["predictor"] == "none":
@@ -67,12 +69,12 @@ def test_the_pareto_set_is_what_nothing_beats() -> None:
 @pytest.mark.parametrize("kind", ["decayed", "markov", "mlp"])
 def test_a_predictor_is_fitted_scored_and_simulated(capsys, tmp_path, kind) -> None:
     path = str(tmp_path / "p.npz")
-    score = _json(
-        capsys, "fit-predictor", TRACE, "--kind", kind, "-o", path, "--tokens", "900", "--score-tokens", "40"
-    )
+    score = _json(capsys, "fit-predictor", TRACE, "--kind", kind, "-o", path, "--tokens", "900", "--score-tokens", "40")
     assert 0.1 < score["recall"]["4"] <= score["recall"]["8"] < 1
     assert score["miss_recall"]["4"] > 0 and 0 < score["wasted"]["4"] < 1 and score["predict_us"] > 0
-    done = _json(capsys, "simulate", TRACE, *SIZE, "--slots", "8", "--predictor", path, "--staging", "3", "--tokens", "50")
+    done = _json(
+        capsys, "simulate", TRACE, *SIZE, "--slots", "8", "--predictor", path, "--staging", "3", "--tokens", "50"
+    )
     assert done["results"][0]["staging"] == 3 and done["results"][0]["predictor"] == path
     assert main(["fit-predictor", TRACE, "--kind", kind, "-o", path, "--tokens", "900", "--score-tokens", "9"]) == 0
     assert "recall on the misses" in capsys.readouterr().out

@@ -56,7 +56,13 @@ def _independent_hits(name: str, capacity: int, events) -> int:
             heat[needed] += 1
             count[needed] += 1
             last[needed] = now
-            score = {"lru": last, "lfu": count, "lfru": count / (now - last + 1), "decayed-lfu": heat, "resident-set": heat}[name]
+            score = {
+                "lru": last,
+                "lfu": count,
+                "lfru": count / (now - last + 1),
+                "decayed-lfu": heat,
+                "resident-set": heat,
+            }[name]
             missing = [expert for expert in needed if not resident[expert]]
             surplus = int(resident.sum()) + len(missing) - capacity
             if surplus > 0:

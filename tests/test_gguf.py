@@ -15,7 +15,17 @@ from tidegate.checkpoint.gguf_header import LazyArray, read_header, string_spans
 from tidegate.errors import BadTensor, CheckpointError, CorruptFile, ReadFailed
 from tidegate.quant import pack
 
-TOKENS = ["", "", "a", "Ġthe", "x" * 300, "null\0null\0\0\0\0\0\0\0\0", "▁é", "y" * 70000, *(f"t{i}" for i in range(5000))]
+TOKENS = [
+    "",
+    "",
+    "a",
+    "Ġthe",
+    "x" * 300,
+    "null\0null\0\0\0\0\0\0\0\0",
+    "▁é",
+    "y" * 70000,
+    *(f"t{i}" for i in range(5000)),
+]
 
 
 def small_file(path, **more):
@@ -69,7 +79,9 @@ def test_rows_are_the_rows_of_the_whole(small):
         assert checkpoint.read_raw(name).nbytes == info.nbytes
         if checkpoint.native_format(name):
             codes, scales, mins = checkpoint.read_codes(name, 1, 7)
-            np.testing.assert_array_equal(pack.dequantize(codes, scales, mins, checkpoint.native_format(name)), want[1:7])
+            np.testing.assert_array_equal(
+                pack.dequantize(codes, scales, mins, checkpoint.native_format(name)), want[1:7]
+            )
 
 
 def test_wrong_names_and_rows(small):
@@ -175,7 +187,10 @@ def tensor(name=b"w", dims=(32,), kind=0, offset=0):
         (raw_header(0, text(b"k") + struct.pack("<IQ", 8, 1 << 50), 1), "length of value of k"),
         (raw_header(0, text(b"k") + struct.pack("<IIQ", 9, 8, 1 << 60), 1), "length of k"),
         (raw_header(0, text(b"k") + struct.pack("<IIQ", 9, 4, 1 << 61), 1), "length of k"),
-        (raw_header(0, text(b"k") + struct.pack("<IIQ", 9, 8, 2) + text(b"a") + struct.pack("<Q", 99), 1), "string of k"),
+        (
+            raw_header(0, text(b"k") + struct.pack("<IIQ", 9, 8, 2) + text(b"a") + struct.pack("<Q", 99), 1),
+            "string of k",
+        ),
         (raw_header(0, text(b"k") + struct.pack("<IIQ", 9, 9, 1) + bytes(64), 1), "element type of k"),
         (raw_header(0, text(b"k") + struct.pack("<I", 13) + bytes(64), 1), "type of k"),
         (raw_header(0, text(b"\xff\xfe") + struct.pack("<II", 4, 1), 1), "UTF-8"),
@@ -202,7 +217,11 @@ def test_an_array_of_empty_strings_ends(tmp_path):
     assert read_header(path).metadata["k"].load() == [""] * 50_000
 
 
-@given(st.lists(st.binary(max_size=12) | st.binary(min_size=250, max_size=270) | st.just(bytes(9)) | st.just(b""), max_size=60))
+@given(
+    st.lists(
+        st.binary(max_size=12) | st.binary(min_size=250, max_size=270) | st.just(bytes(9)) | st.just(b""), max_size=60
+    )
+)
 @settings(max_examples=200, deadline=None)
 def test_string_spans_find_every_string(strings):
     raw = b"".join(text(value) for value in strings) + b"tail"

@@ -16,7 +16,9 @@ INTERLEAVED = ("mixtral", "llama", "granitemoe")
 DEEPSEEK = [name for name in REPRESENTABLE if name.startswith("deepseek")]
 
 
-@pytest.mark.parametrize(("variant", "absorbed"), [*((name, True) for name in REPRESENTABLE), *((n, False) for n in DEEPSEEK)])
+@pytest.mark.parametrize(
+    ("variant", "absorbed"), [*((name, True) for name in REPRESENTABLE), *((n, False) for n in DEEPSEEK)]
+)
 def test_config_is_that_of_the_original(variant, absorbed):
     folder, path = converted(variant, absorbed=absorbed)
     config = GgufCheckpoint(path).config
@@ -33,7 +35,9 @@ def test_config_is_that_of_the_original(variant, absorbed):
 
 
 def test_old_and_new_expert_tensors_give_the_same_config():
-    assert GgufCheckpoint(converted("mixtral", stacked=False)[1]).config == GgufCheckpoint(converted("mixtral")[1]).config
+    assert (
+        GgufCheckpoint(converted("mixtral", stacked=False)[1]).config == GgufCheckpoint(converted("mixtral")[1]).config
+    )
 
 
 def edit(tmp_path, arch="llama", tensors=(), **metadata):

@@ -33,7 +33,11 @@ TEXTS = [
     "Ünïcödé ЖЗИ αβγ אבג نص ไทย हिन्दी",
     "x\u00a0y\u2003z\u3000w\x00\x07",
 ]
-CORPUS = [*TEXTS, "The quick brown fox jumps over the lazy dog and the tide comes in." * 3, "12 345 6789 years, years, years"] * 4
+CORPUS = [
+    *TEXTS,
+    "The quick brown fox jumps over the lazy dog and the tide comes in." * 3,
+    "12 345 6789 years, years, years",
+] * 4
 ANY_TEXT = st.text(st.characters(exclude_categories=["Cs"]), max_size=80)
 
 
@@ -80,7 +84,12 @@ def test_smollm2_tokens_of_any_text(smollm2, text):
 def test_smollm2_specials_and_chat(smollm2):
     checkpoint, ours, theirs = smollm2
     special = checkpoint.special_tokens()
-    assert special == {"bos_token": "<|im_start|>", "eos_token": "<|im_end|>", "eos_token_ids": [2, 0], "add_bos": False}
+    assert special == {
+        "bos_token": "<|im_start|>",
+        "eos_token": "<|im_end|>",
+        "eos_token_ids": [2, 0],
+        "add_bos": False,
+    }
     messages = [{"role": "user", "content": "What is the tide?"}]
     text = ChatTemplate(checkpoint.chat_template(), special).render(messages)
     assert text == theirs.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
@@ -98,7 +107,10 @@ def byte_level(cuts, vocab_size=500):
     model.pre_tokenizer = pre.Sequence([*steps, pre.ByteLevel(add_prefix_space=False, use_regex="gpt2" in cuts)])
     model.decoder = tokenizers.decoders.ByteLevel()
     trainer = tokenizers.trainers.BpeTrainer(
-        vocab_size=vocab_size, initial_alphabet=pre.ByteLevel.alphabet(), special_tokens=["<s>", "</s>"], show_progress=False
+        vocab_size=vocab_size,
+        initial_alphabet=pre.ByteLevel.alphabet(),
+        special_tokens=["<s>", "</s>"],
+        show_progress=False,
     )
     model.train_from_iterator(CORPUS, trainer)
     return model
@@ -110,7 +122,9 @@ def gguf_of(model, path, **more):
     special = {token["content"] for token in document["added_tokens"]}
     merges = [" ".join(pair) if isinstance(pair, list) else pair for pair in document["model"]["merges"]]
     types = [3 if token in special else 1 for token in vocab]
-    return opened(path, model="gpt2", tokens=vocab, token_type=types, merges=merges, bos_token_id=0, eos_token_id=1, **more)
+    return opened(
+        path, model="gpt2", tokens=vocab, token_type=types, merges=merges, bos_token_id=0, eos_token_id=1, **more
+    )
 
 
 @pytest.mark.parametrize("cuts", sorted(set(_CUTS.values())))
@@ -166,7 +180,9 @@ def test_user_defined_tokens_are_found_but_stay_text(tmp_path):
     vocab = list(document["model"]["vocab"])
     merges = [" ".join(pair) for pair in document["model"]["merges"]]
     tokens, types = [*vocab, "<tool>", "<|eot_id|>"], [3, 3, *[1] * (len(vocab) - 2), 4, 3]
-    ours = opened(tmp_path / "b.gguf", model="gpt2", pre="gpt-2", tokens=tokens, token_type=types, merges=merges, eos_token_id=1)
+    ours = opened(
+        tmp_path / "b.gguf", model="gpt2", pre="gpt-2", tokens=tokens, token_type=types, merges=merges, eos_token_id=1
+    )
     tokenizer = tokenizer_of(ours)
     ids = tokenizer.encode("a<tool>b")
     assert len(vocab) in ids and tokenizer.decode(ids) == "a<tool>b"
@@ -207,7 +223,9 @@ def pieces_of(sp):
 
 @pytest.fixture(scope="module")
 def llama_kind(tmp_path_factory):
-    sp = sentencepiece_model("bpe", byte_fallback=True, normalization_rule_name="identity", remove_extra_whitespaces=False)
+    sp = sentencepiece_model(
+        "bpe", byte_fallback=True, normalization_rule_name="identity", remove_extra_whitespaces=False
+    )
     path = tmp_path_factory.mktemp("sp") / "bpe.gguf"
     return sp, tokenizer_of(opened(path, model="llama", add_bos_token=False, **pieces_of(sp)))
 

@@ -55,7 +55,15 @@ def test_tokens_beyond_the_vocabulary_are_refused():
         _core.choose_token(logits, 0.0, 0, 1.0, 0.0, 0.0, repetition=2.0, seen=np.array([4], np.int32))
     with pytest.raises(IndexError, match="token -1"):
         _core.choose_token(
-            logits, 0.0, 0, 1.0, 0.0, 0.0, presence=1.0, counted=np.array([-1], np.int32), counts=np.array([1], np.int32)
+            logits,
+            0.0,
+            0,
+            1.0,
+            0.0,
+            0.0,
+            presence=1.0,
+            counted=np.array([-1], np.int32),
+            counts=np.array([1], np.int32),
         )
     with pytest.raises(IndexError, match="token 9"):
         _core.log_probs(logits, 9, 1)

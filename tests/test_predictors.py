@@ -111,9 +111,7 @@ def test_no_torch_is_imported_to_use_or_fit_them() -> None:
 
 def test_each_learns_what_it_can_see(fitted):
     held_out = routing(seed=5, sequences=3)
-    scores = {
-        kind: score_predictor(fitted[kind], held_out, POLICIES["lru"], 3, most_tokens=150) for kind in FITTED
-    }
+    scores = {kind: score_predictor(fitted[kind], held_out, POLICIES["lru"], 3, most_tokens=150) for kind in FITTED}
     chance = TOP / EXPERTS
     for kind, score in scores.items():
         # Fitted to seven sequences, nobody can know another's favourites; every kind sees at least one of the two causes.

@@ -109,7 +109,9 @@ def test_wrong_predictions_waste_bytes_and_are_counted(steps):
 
 def test_a_history_predictor_runs_and_equal_inputs_give_equal_numbers(steps):
     runs = [
-        simulate(steps, [8] * 24, 32, POLICIES["decayed-lfu"], _profile(1), DecayedCounts(24, 32), PrefetchOptions(3, 0.4))
+        simulate(
+            steps, [8] * 24, 32, POLICIES["decayed-lfu"], _profile(1), DecayedCounts(24, 32), PrefetchOptions(3, 0.4)
+        )
         for _ in range(2)
     ]
     assert runs[0] == runs[1] and runs[0].counters.prefetch_issued > 0

@@ -32,7 +32,9 @@ def trained(byte_level=True):
         norms = tokenizers.normalizers
         model.normalizer = norms.Sequence([norms.Prepend("\u2581"), norms.Replace(" ", "\u2581")])
         decs = tokenizers.decoders
-        model.decoder = decs.Sequence([decs.Replace("\u2581", " "), decs.ByteFallback(), decs.Fuse(), decs.Strip(" ", 1, 0)])
+        model.decoder = decs.Sequence(
+            [decs.Replace("\u2581", " "), decs.ByteFallback(), decs.Fuse(), decs.Strip(" ", 1, 0)]
+        )
         specials, alphabet = ["<unk>", *specials, *(f"<0x{b:02X}>" for b in range(256))], []
     trainer = tokenizers.trainers.BpeTrainer(
         vocab_size=700,
@@ -77,7 +79,9 @@ def test_any_ids_stream_to_the_end(tokenizer, data):
     """A model may write anything: nothing is lost but stray bytes, which become U+FFFD, one or several."""
     ids = data.draw(st.lists(st.integers(0, tokenizer.vocab_size + 5), max_size=40))
     pieces, whole = streamed(tokenizer, ids), tokenizer.decode(ids)
-    assert "".join(pieces).replace("\ufffd", "").strip(" ") == whole.replace("\ufffd", "").strip(" ") or "\ufffd" in whole
+    assert (
+        "".join(pieces).replace("\ufffd", "").strip(" ") == whole.replace("\ufffd", "").strip(" ") or "\ufffd" in whole
+    )
 
 
 def test_a_character_of_four_tokens_comes_out_at_once(tokenizer):
@@ -115,7 +119,12 @@ def test_lone_surrogates_are_replaced(tokenizer):
 def test_without_a_tokenizer_only_text_is_refused():
     tokenizer = Tokenizer(None, {"eos_token_ids": [7]}, "model.gguf")
     assert not tokenizer.has_text and tokenizer.vocab_size == 0 and tokenizer.eos_token_ids == (7,)
-    for use in (lambda: tokenizer.encode("x"), lambda: tokenizer.decode([1]), tokenizer.stream, lambda: tokenizer.token(1)):
+    for use in (
+        lambda: tokenizer.encode("x"),
+        lambda: tokenizer.decode([1]),
+        tokenizer.stream,
+        lambda: tokenizer.token(1),
+    ):
         with pytest.raises(CheckpointError, match=r"model\.gguf has no tokenizer"):
             use()
 

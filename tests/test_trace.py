@@ -181,7 +181,10 @@ def test_plain_arrays_are_imported_with_their_categories(tmp_path):
         ({"experts": np.zeros((3, 2, 1), np.uint8)}, "no offsets"),
         ({"experts": np.zeros((3, 2), np.uint8), "offsets": np.array([0, 3])}, r"\[T, L, K\]"),
         ({"experts": np.full((3, 2, 1), 9, np.uint8), "offsets": np.array([0, 3])}, "ids reach 9"),
-        ({"experts": np.zeros((3, 2, 1), np.uint8), "offsets": np.array([0, 3]), "token": np.zeros(2)}, "token has shape"),
+        (
+            {"experts": np.zeros((3, 2, 1), np.uint8), "offsets": np.array([0, 3]), "token": np.zeros(2)},
+            "token has shape",
+        ),
     ],
 )
 def test_arrays_that_cannot_be_a_trace_are_named(tmp_path, arrays, said):

@@ -40,7 +40,11 @@ class _Translator:
     """One file's metadata with typed look-ups; ``arch`` prefixes the keys."""
 
     def __init__(
-        self, path: Path, metadata: Mapping[str, Value], tensors: Mapping[str, TensorInfo], read_f32: Callable[[str], F32Array]
+        self,
+        path: Path,
+        metadata: Mapping[str, Value],
+        tensors: Mapping[str, TensorInfo],
+        read_f32: Callable[[str], F32Array],
     ) -> None:
         self.path, self.metadata, self.tensors, self.read_f32 = path, metadata, tensors, read_f32
         self.arch = str(metadata.get("general.architecture", ""))
@@ -48,7 +52,9 @@ class _Translator:
     def translate(self) -> Config:
         if self.arch not in _ARCHITECTURES:
             known = ", ".join(_ARCHITECTURES)
-            raise UnknownArchitecture(f"{self.path}: GGUF architecture {self.arch!r} is not supported; supported are {known}")
+            raise UnknownArchitecture(
+                f"{self.path}: GGUF architecture {self.arch!r} is not supported; supported are {known}"
+            )
         config = self._common()
         config.update(_ARCHITECTURES[self.arch](self, config))
         config["tidegate_rope_interleaved"] = self.arch in _INTERLEAVED
@@ -84,7 +90,9 @@ class _Translator:
         rotary = self.integer("rope.dimension_count", head_dim)
         if rotary != head_dim and self.arch != "deepseek2":
             factor = rotary / head_dim
-            config["partial_rotary_factor"] = factor if int(head_dim * factor) == rotary else float(np.nextafter(factor, 2))
+            config["partial_rotary_factor"] = (
+                factor if int(head_dim * factor) == rotary else float(np.nextafter(factor, 2))
+            )
         return config
 
     def _num_layers(self) -> int:
@@ -105,7 +113,9 @@ class _Translator:
         scaling: Config = {"rope_type": kind, "factor": factor}
         if original:
             scaling["original_max_position_embeddings"] = original
-        if frequencies is not None:  # llama3's scaling, already worked out: divides each frequency, as longrope's factors do
+        if (
+            frequencies is not None
+        ):  # llama3's scaling, already worked out: divides each frequency, as longrope's factors do
             return {"rope_type": "longrope", "factor": 1.0, "attention_factor": 1.0,
                     "short_factor": frequencies, "long_factor": frequencies}  # fmt: skip
         if factors["short"] is not None and factors["long"] is not None:
@@ -118,7 +128,9 @@ class _Translator:
         if kind == "linear" or (kind == "none" and factor != 1.0):
             return {"rope_type": "linear", "factor": factor}
         if kind != "none":
-            raise CheckpointError(f"{self.path}: rope scaling {kind!r} is not supported; supported are linear, yarn, longrope")
+            raise CheckpointError(
+                f"{self.path}: rope scaling {kind!r} is not supported; supported are linear, yarn, longrope"
+            )
         return None
 
     def _yarn(self) -> Config:
@@ -168,14 +180,18 @@ class _Translator:
         if isinstance(value, LazyArray):  # one number a layer
             values = set(np.asarray(value.load()).tolist())
             if len(values) != 1:
-                raise CheckpointError(f"{self.path}: {self.arch}.{key} differs between layers ({sorted(values)}); not supported")
+                raise CheckpointError(
+                    f"{self.path}: {self.arch}.{key} differs between layers ({sorted(values)}); not supported"
+                )
             return values.pop()
         return value
 
     def rows(self, suffix: str) -> int:
         """Outputs of the first layer's tensor of this name (stacked experts: of one expert), 0 without one."""
         for layer in range(self.integer("block_count")):
-            info = self.tensors.get(f"blk.{layer}.{suffix}.weight") or self.tensors.get(f"blk.{layer}.{suffix}.0.weight")
+            info = self.tensors.get(f"blk.{layer}.{suffix}.weight") or self.tensors.get(
+                f"blk.{layer}.{suffix}.0.weight"
+            )
             if info is not None:
                 return info.shape[-2] if len(info.shape) > 1 else 0
         return 0
@@ -236,7 +252,9 @@ def _olmoe(file: _Translator, config: Config) -> Config:
 def _deepseek2(file: _Translator, config: Config) -> Config:
     rope = file.integer("rope.dimension_count")
     head = file.integer("attention.key_length_mla", config["head_dim"])
-    is_v3 = file.integer("expert_gating_func", 1) == _SIGMOID or any(n.endswith(".exp_probs_b.bias") for n in file.tensors)
+    is_v3 = file.integer("expert_gating_func", 1) == _SIGMOID or any(
+        n.endswith(".exp_probs_b.bias") for n in file.tensors
+    )
     experts = file.experts("n_routed_experts")
     unwritten = _UNWRITTEN_GROUPS.get((experts["n_routed_experts"], is_v3), (1, 1))
     groups = file.integer("expert_group_count", unwritten[0])

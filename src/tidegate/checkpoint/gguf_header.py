@@ -28,7 +28,19 @@ IntArray = NDArray[np.int64]
 
 _MAGIC = b"GGUF"
 _STRING, _ARRAY, _BOOL = 8, 9, 7
-_SCALARS = {0: "<B", 1: "<b", 2: "<H", 3: "<h", 4: "<I", 5: "<i", 6: "<f", 7: "<B", 10: "<Q", 11: "<q", 12: "<d"}  # struct
+_SCALARS = {
+    0: "<B",
+    1: "<b",
+    2: "<H",
+    3: "<h",
+    4: "<I",
+    5: "<i",
+    6: "<f",
+    7: "<B",
+    10: "<Q",
+    11: "<q",
+    12: "<d",
+}  # struct
 _TENSOR_TYPES = {
     0: "F32", 1: "F16", 2: "Q4_0", 3: "Q4_1", 6: "Q5_0", 7: "Q5_1", 8: "Q8_0", 9: "Q8_1", 10: "Q2_K", 11: "Q3_K",
     12: "Q4_K", 13: "Q5_K", 14: "Q6_K", 15: "Q8_K", 16: "IQ2_XXS", 17: "IQ2_XS", 18: "IQ3_XXS", 19: "IQ1_S", 20: "IQ4_NL",
@@ -230,7 +242,9 @@ class _Parser:
             self._corrupt(f"type of {name}", "a known tensor type", kind, back=4)
         dtype = _TENSOR_TYPES[kind]
         if dims[0] % BLOCK_TYPES[dtype].weights:
-            self._corrupt(f"row length of {name}", f"a multiple of {BLOCK_TYPES[dtype].weights} ({dtype})", dims[0], back=4)
+            self._corrupt(
+                f"row length of {name}", f"a multiple of {BLOCK_TYPES[dtype].weights} ({dtype})", dims[0], back=4
+            )
         return start, name, tuple(reversed(dims)), dtype, self._number("<Q", f"offset of {name}")
 
     def _placed(
@@ -248,13 +262,17 @@ class _Parser:
                 raise CorruptFile(self.path, start, f"offset of {name}", f"a multiple of {alignment}", relative)
             if offset + nbytes > self.size:
                 there = max(0, self.size - offset)
-                raise CorruptFile(self.path, offset, f"data of {name}", f"{nbytes:,} bytes", f"{there:,} before the file ends")
+                raise CorruptFile(
+                    self.path, offset, f"data of {name}", f"{nbytes:,} bytes", f"{there:,} before the file ends"
+                )
             seen.add(name)
             tensors.append(TensorInfo(name, shape, dtype, self.path, offset, nbytes))
         in_order = sorted(tensors, key=lambda tensor: tensor.offset)
         for one, two in pairwise(in_order):
             if one.offset + one.nbytes > two.offset:
-                raise CorruptFile(self.path, two.offset, f"data of {two.name}", f"after the end of {one.name}", "an overlap")
+                raise CorruptFile(
+                    self.path, two.offset, f"data of {two.name}", f"after the end of {one.name}", "an overlap"
+                )
         return tensors
 
     def _count(self, what: str, smallest_item_bytes: int, limit: int = 1 << 62) -> int:

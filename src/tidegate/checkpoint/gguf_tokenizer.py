@@ -84,7 +84,9 @@ def build_tokenizer_json(path: Path, metadata: Mapping[str, Value]) -> str | Non
         return None
     vocabulary = _Vocabulary(path, metadata)
     if kind not in _BUILDERS:
-        raise CheckpointError(f"{path}: tokenizer.ggml.model {kind!r} is not supported; supported are {', '.join(_BUILDERS)}")
+        raise CheckpointError(
+            f"{path}: tokenizer.ggml.model {kind!r} is not supported; supported are {', '.join(_BUILDERS)}"
+        )
     document = {
         "version": "1.0",
         "truncation": None,
@@ -146,7 +148,9 @@ class _Vocabulary:
         if name is None:
             name = _UNNAMED_CUTS.get(str(self.metadata.get("general.architecture")), "default")
         if name not in _CUTS:
-            raise CheckpointError(f"{self.path}: tokenizer.ggml.pre {name!r} is not supported; supported are {', '.join(_CUTS)}")
+            raise CheckpointError(
+                f"{self.path}: tokenizer.ggml.pre {name!r} is not supported; supported are {', '.join(_CUTS)}"
+            )
         return str(name)
 
     @property
@@ -170,7 +174,9 @@ class _Vocabulary:
                 "special": kind != _USER_DEFINED,
             }
             for token_id, (token, kind) in enumerate(zip(self.tokens, self.types, strict=True))
-            if token and (kind in (_CONTROL, _UNKNOWN, _USER_DEFINED) or token_id in named) and self.ids[token] == token_id
+            if token
+            and (kind in (_CONTROL, _UNKNOWN, _USER_DEFINED) or token_id in named)
+            and self.ids[token] == token_id
         ]
 
     def template(self) -> Json | None:
@@ -276,7 +282,9 @@ def _merges_by_score(vocabulary: _Vocabulary) -> list[tuple[str, str]]:
         if vocabulary.types[token_id] == _NORMAL and len(token) > 1
     ]
     mergeable.sort(key=lambda scored: -scored[0])
-    parts = {token for token, kind in zip(vocabulary.tokens, vocabulary.types, strict=True) if kind in (_NORMAL, _UNUSED)}
+    parts = {
+        token for token, kind in zip(vocabulary.tokens, vocabulary.types, strict=True) if kind in (_NORMAL, _UNUSED)
+    }
     return [
         (token[:at], token[at:])
         for _, token in mergeable

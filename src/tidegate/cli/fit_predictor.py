@@ -28,7 +28,9 @@ def command(
     horizon: Annotated[int, typer.Option(min=1, max=16, help="Forecast use within this many tokens (window-mlp).")] = 1,
     tokens: Annotated[int | None, typer.Option(min=100, help="Use the first tokens of the trace only.")] = None,
     held_out: Annotated[float, typer.Option(min=0.01, max=0.9, help="Share of the trace that scores.")] = 0.15,
-    slots: Annotated[int | None, typer.Option(help="Slots a layer of the cache whose misses count; default: a quarter.")] = None,
+    slots: Annotated[
+        int | None, typer.Option(help="Slots a layer of the cache whose misses count; default: a quarter.")
+    ] = None,
     policy: Annotated[str, typer.Option(help="That cache's policy.")] = DEFAULT_POLICY,
     score_tokens: Annotated[int, typer.Option(min=1, help="Held-out tokens to score.")] = 1000,
     seed: Annotated[int, typer.Option(help="Same seed, same predictor.")] = 0,

@@ -30,7 +30,9 @@ _MACHINE, _GRID = "Machine and model", "What to try; several values, separated b
 
 def command(
     trace: Annotated[Path, typer.Argument(help="A trace of tidegate trace or run --trace.")],
-    memory: Annotated[str | None, typer.Option(metavar="BYTES", rich_help_panel=_GRID, help="Budgets, like 2GiB,4GiB.")] = None,
+    memory: Annotated[
+        str | None, typer.Option(metavar="BYTES", rich_help_panel=_GRID, help="Budgets, like 2GiB,4GiB.")
+    ] = None,
     slots: Annotated[str | None, typer.Option(rich_help_panel=_GRID, help="Slots a layer, instead of budgets.")] = None,
     policy: Annotated[str, typer.Option(rich_help_panel=_GRID, help="Who is evicted.")] = DEFAULT_POLICY,
     predictor: Annotated[
@@ -49,22 +51,32 @@ def command(
     no_share: Annotated[bool, typer.Option("--no-share", help="Slots do not move between layers.")] = False,
     disk: Annotated[
         str | None,
-        typer.Option(metavar="BYTES", rich_help_panel=_MACHINE, help="Disk reads a second; default: tidegate hardware's."),
+        typer.Option(
+            metavar="BYTES", rich_help_panel=_MACHINE, help="Disk reads a second; default: tidegate hardware's."
+        ),
     ] = None,
     ram: Annotated[
         str | None,
-        typer.Option(metavar="BYTES", rich_help_panel=_MACHINE, help="Memory reads a second; default: tidegate hardware's."),
+        typer.Option(
+            metavar="BYTES", rich_help_panel=_MACHINE, help="Memory reads a second; default: tidegate hardware's."
+        ),
     ] = None,
-    dense_us: Annotated[float, typer.Option(rich_help_panel=_MACHINE, help="A layer without its routed experts.")] = 300.0,
+    dense_us: Annotated[
+        float, typer.Option(rich_help_panel=_MACHINE, help="A layer without its routed experts.")
+    ] = 300.0,
     token_us: Annotated[float, typer.Option(rich_help_panel=_MACHINE, help="Embedding, logits and sampling.")] = 1000.0,
     predict_us: Annotated[float, typer.Option(rich_help_panel=_MACHINE, help="One call of the predictor.")] = 20.0,
     expert_size: Annotated[
         str | None,
-        typer.Option("--expert-bytes", metavar="BYTES", rich_help_panel=_MACHINE, help="One expert; default: the trace's."),
+        typer.Option(
+            "--expert-bytes", metavar="BYTES", rich_help_panel=_MACHINE, help="One expert; default: the trace's."
+        ),
     ] = None,
     fixed: Annotated[
         str | None,
-        typer.Option(metavar="BYTES", rich_help_panel=_MACHINE, help="All memory but expert slots; default: the trace's."),
+        typer.Option(
+            metavar="BYTES", rich_help_panel=_MACHINE, help="All memory but expert slots; default: the trace's."
+        ),
     ] = None,
     recorded_bits: Annotated[int, typer.Option(rich_help_panel=_MACHINE, help="Bits that an expert's size is of.")] = 4,
     sweep: Annotated[bool, typer.Option("--sweep", help="Show only the best of the grid, with their flags.")] = False,
@@ -104,9 +116,7 @@ def _profile(
     )  # fmt: skip
 
 
-def _sweep(
-    reader: TraceReader, tokens: int, profile: Profile, recorded_bits: int, most: int, *, share: bool
-) -> Sweep:
+def _sweep(reader: TraceReader, tokens: int, profile: Profile, recorded_bits: int, most: int, *, share: bool) -> Sweep:
     meta, cached = reader.meta, dict[int, list[Step]]()
 
     def steps_of(batch: int) -> list[Step]:
@@ -131,7 +141,11 @@ def _sweep(
 def _places(memory: str | None, slots: str | None) -> list[tuple[str, str]]:
     if (memory is None) == (slots is None):
         raise UsageError("give --memory or --slots, one of them")
-    return [("--memory", text) for text in memory.split(",")] if memory else [("--slots", t) for t in str(slots).split(",")]
+    return (
+        [("--memory", text) for text in memory.split(",")]
+        if memory
+        else [("--slots", t) for t in str(slots).split(",")]
+    )
 
 
 def _configurations(
@@ -205,7 +219,9 @@ def _show(results: list[Result], shown: list[Result], sweep: bool, as_json: bool
     console.print(table)
     if sweep:
         for result in shown:
-            console.print(f"{result.outcome.tokens_per_s:.1f} tokens/s: {run_flags(result.configuration)}", highlight=False)
+            console.print(
+                f"{result.outcome.tokens_per_s:.1f} tokens/s: {run_flags(result.configuration)}", highlight=False
+            )
 
 
 def _cells(result: Result) -> list[str]:

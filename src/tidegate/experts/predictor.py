@@ -84,7 +84,6 @@ class History:
         return self._ring_LW[layer][-tokens:]
 
 
-
 class HistoryPredictor(Predictor):
     """A raw score for every row from its sequence's history, made a probability by the calibration, combined over rows as
     if they were independent."""

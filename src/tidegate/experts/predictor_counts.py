@@ -60,7 +60,12 @@ class Markov(HistoryPredictor):
     arrays: ClassVar = ("table_ALEE", "prior_LE")
 
     def __init__(
-        self, num_layers: int, num_experts: int, table_ALEE: Array, prior_LE: Array, calibration: Calibration | None = None
+        self,
+        num_layers: int,
+        num_experts: int,
+        table_ALEE: Array,
+        prior_LE: Array,
+        calibration: Calibration | None = None,
     ) -> None:
         super().__init__(num_layers, num_experts, calibration)
         self.table_ALEE, self.prior_LE = table_ALEE, np.asarray(prior_LE, np.float32)
@@ -81,7 +86,9 @@ class Groups(HistoryPredictor):
 
     arrays: ClassVar = ("group_LE",)
 
-    def __init__(self, num_layers: int, num_experts: int, group_LE: Array, calibration: Calibration | None = None) -> None:
+    def __init__(
+        self, num_layers: int, num_experts: int, group_LE: Array, calibration: Calibration | None = None
+    ) -> None:
         super().__init__(num_layers, num_experts, calibration)
         self.group_LE = np.asarray(group_LE, np.int64)
         self._size = int(self.group_LE.max()) + 1

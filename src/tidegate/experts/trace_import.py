@@ -33,7 +33,9 @@ def import_arrays(
     if offsets[0] != 0 or offsets[-1] != rows or (np.diff(offsets) < 0).any():
         raise UsageError(f"offsets must rise from 0 to the number of rows, {rows:,}")
     if rows and not (experts_TLK.min() >= 0 and experts_TLK.max() < num_experts):
-        raise UsageError(f"expert ids reach {experts_TLK.max()}; with {num_experts} experts the last is {num_experts - 1}")
+        raise UsageError(
+            f"expert ids reach {experts_TLK.max()}; with {num_experts} experts the last is {num_experts - 1}"
+        )
     for name, values, wanted in (("weights", weights_TLK, experts_TLK.shape), ("token", token_T, (rows,))):
         if values is not None and values.shape != wanted:
             raise UsageError(f"{name} has shape {values.shape}, experts ask for {wanted}")

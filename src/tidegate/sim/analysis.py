@@ -34,7 +34,9 @@ def load(rows: Rows) -> dict[str, Any]:
     top_L = np.sort(share_LE, axis=1)[:, -quarter:].sum(axis=1) / rows.num_experts_per_tok
     part_LE = share_LE / rows.num_experts_per_tok
     logs = np.log(part_LE, out=np.zeros_like(part_LE), where=part_LE > 0)
-    entropy_L = -(part_LE * logs).sum(axis=1) / np.log(rows.num_experts) if rows.num_experts > 1 else np.ones(len(share_LE))
+    entropy_L = (
+        -(part_LE * logs).sum(axis=1) / np.log(rows.num_experts) if rows.num_experts > 1 else np.ones(len(share_LE))
+    )
     return {
         "use_ratio_per_layer": share_LE.round(5).tolist(),
         "top_quarter_ratio_per_layer": top_L.round(4).tolist(),
@@ -208,7 +210,9 @@ def unions(rows: Rows, seed: int = 0, draws: int = 400) -> dict[str, Any]:
 def hit_curves(rows: Rows, most_tokens: int) -> dict[str, Any]:
     """Hit ratio against slots, one token a step, caches carried over from sequence to sequence, on up to 8 layers spread over the
     depth: every policy of the engine and Belady's bounds."""
-    chosen = np.unique(np.linspace(0, rows.num_layers - 1, min(CURVE_LAYERS, rows.num_layers)).round().astype(int)).tolist()
+    chosen = np.unique(
+        np.linspace(0, rows.num_layers - 1, min(CURVE_LAYERS, rows.num_layers)).round().astype(int)
+    ).tolist()
     tokens = rows.experts_TLK[:most_tokens]
     events = {layer: [sorted(set(e)) for e in tokens[:, layer].tolist()] for layer in chosen}
     visits = sum(len(event) for layer in events.values() for event in layer)

@@ -23,7 +23,9 @@ from tidegate.sim.token_table import count_tokens
 _MARKOV_AHEAD, _MARKOV_PRIOR = 3, 8.0
 
 
-def fit_predictor(kind: str, rows: Rows, *, lookahead: int = 1, horizon: int = 1, seed: int = 0, **size: Any) -> Predictor:
+def fit_predictor(
+    kind: str, rows: Rows, *, lookahead: int = 1, horizon: int = 1, seed: int = 0, **size: Any
+) -> Predictor:
     """A fitted and calibrated predictor. ``lookahead`` is for ``mlp``, ``horizon`` for ``window-mlp``; ``size`` overrides the
     networks' training sizes. The last tenth of the sequences calibrates and is not fitted to."""
     fitting, calibrating = rows.split(0.1) if len(rows.ids) > 1 else (rows, rows)

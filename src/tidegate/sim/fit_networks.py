@@ -19,7 +19,9 @@ _BATCH, _RATE, _DECAY = 128, 2e-3, (0.9, 0.99)
 Step = Callable[[Array, dict[str, Array]], dict[str, Array]]
 
 
-def _adam(weights: dict[str, Array], num_rows: int, epochs: float, seed: int, gradients: Step, batch: int = _BATCH) -> None:
+def _adam(
+    weights: dict[str, Array], num_rows: int, epochs: float, seed: int, gradients: Step, batch: int = _BATCH
+) -> None:
     """Changes the weights in place. The rate falls linearly to a tenth."""
     rng = np.random.default_rng(seed)
     first = {name: np.zeros_like(value) for name, value in weights.items()}
@@ -120,9 +122,7 @@ def fit_window_mlp(
     return WindowMlp(rows.num_layers, rows.num_experts, *arrays)
 
 
-def fit_lstm(
-    rows: Rows, seed: int, *, num_hidden: int = 16, most_tokens: int = 24_000, epochs: float = 3.0
-) -> Lstm:
+def fit_lstm(rows: Rows, seed: int, *, num_hidden: int = 16, most_tokens: int = 24_000, epochs: float = 3.0) -> Lstm:
     """12 KB a layer at 32 experts; back-propagation through the ten tokens."""
     short = _head(rows, most_tokens)
     hot_TLE, is_first_T = short.hot(), short.is_first

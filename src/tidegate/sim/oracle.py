@@ -14,7 +14,9 @@ class Oracle(Predictor):
     """Knows which experts the layers of the current step need, misses each with probability 1 - ``recall``, and names wrong
     ones so that a share ``waste`` of what it names is not needed. Nothing is known of the next step."""
 
-    def __init__(self, num_layers: int, num_experts: int, recall: float = 1.0, waste: float = 0.0, seed: int = 0) -> None:
+    def __init__(
+        self, num_layers: int, num_experts: int, recall: float = 1.0, waste: float = 0.0, seed: int = 0
+    ) -> None:
         super().__init__(num_layers, num_experts)
         self._recall, self._waste, self._random = recall, waste, random.Random(seed)
         self._needed_L: list[list[int]] = []

@@ -153,7 +153,9 @@ def _draw_heat(axes: Any, rows: Rows, layer: int) -> None:
 def _draw_load(axes: Any, facts: dict[str, Any]) -> None:
     share_LE = -np.sort(-np.array(facts["load"]["use_ratio_per_layer"]), axis=1)
     axes.figure.colorbar(
-        axes.imshow(share_LE, aspect="auto", cmap="magma", interpolation="nearest", vmin=0), ax=axes, label="share of tokens"
+        axes.imshow(share_LE, aspect="auto", cmap="magma", interpolation="nearest", vmin=0),
+        ax=axes,
+        label="share of tokens",
     )
     axes.set_xlabel("experts, busiest first")
     axes.set_ylabel("MoE layer")
@@ -191,7 +193,9 @@ def _page(facts: dict[str, Any], sections: list[str]) -> str:
             "experts shared by neighbouring tokens",
         f"{facts['pairs']['group_share_ratio']}": "pairs within groups, over chance",
     }  # fmt: skip
-    boxes = "".join(f'<div class="card"><b>{html.escape(k)}</b><span>{html.escape(v)}</span></div>' for k, v in cards.items())
+    boxes = "".join(
+        f'<div class="card"><b>{html.escape(k)}</b><span>{html.escape(v)}</span></div>' for k, v in cards.items()
+    )
     verdict = "".join(f"<p>{html.escape(sentence)}</p>" for sentence in facts["verdict"])
     source = html.escape(facts["source"] or "a trace")
     return (

@@ -86,7 +86,9 @@ def score_predictor(
                 if rows.sketch_TLS.shape[2]:
                     predictor.observe_hidden(layer, rows.sketch_TLS[t : t + 1, layer].astype(np.float32))
                 predictor.observe(layer, rows.experts_TLK[t : t + 1, layer])
-            targets = range(min(lookahead, num_layers)) if layer < 0 else range(layer + lookahead, layer + lookahead + 1)
+            targets = (
+                range(min(lookahead, num_layers)) if layer < 0 else range(layer + lookahead, layer + lookahead + 1)
+            )
             for target in targets:
                 if target < num_layers:
                     began_ns = time.thread_time_ns()
@@ -94,7 +96,9 @@ def score_predictor(
                     spent_ns += time.thread_time_ns() - began_ns
                     calls += 1
                     said[target] = np.array(probability_E)
-    return _score(tally, spent_ns / 1e3 / calls, lookahead, min(most_tokens, len(rows.token_T)), rows.num_experts_per_tok)
+    return _score(
+        tally, spent_ns / 1e3 / calls, lookahead, min(most_tokens, len(rows.token_T)), rows.num_experts_per_tok
+    )
 
 
 def _count(tally: _Tally, probability_E: Array, needed: list[int], resident: frozenset[int]) -> None:

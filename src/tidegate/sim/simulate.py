@@ -36,7 +36,9 @@ class Profile:
 
     def __post_init__(self) -> None:
         if self.expert_bytes <= 0 or self.bandwidth_bytes_per_s <= 0:
-            raise UsageError("the simulator needs an expert's bytes and a bandwidth above 0; see --expert-bytes and --disk")
+            raise UsageError(
+                "the simulator needs an expert's bytes and a bandwidth above 0; see --expert-bytes and --disk"
+            )
 
     @property
     def load_s(self) -> float:

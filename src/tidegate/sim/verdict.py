@@ -10,7 +10,9 @@ def analysis_verdict(facts: dict[str, Any]) -> list[str]:
     curves, slots = facts["hit_curves"]["hit_ratio"], facts["hit_curves"]["slots"]
     num_experts, top = facts["num_experts"], facts["num_experts_per_tok"]
     quarter = min(range(len(slots)), key=lambda i: abs(slots[i] - num_experts / 4))
-    best = max((name for name in curves if not name.startswith("belady")), key=lambda name: float(curves[name][quarter]))
+    best = max(
+        (name for name in curves if not name.startswith("belady")), key=lambda name: float(curves[name][quarter])
+    )
     hit, bound = curves[best][quarter], curves["belady"][quarter]
     misses = (1 - hit) * top
     judgement = (
