@@ -52,6 +52,7 @@ draws = st.fixed_dictionaries(
         "short_at": st.integers(-1, 30),
         "refuse_direct": st.booleans(),
         "page_cache": st.booleans(),
+        "prefetch": st.sampled_from(["auto", "off"]),
         "isa": st.sampled_from(_core.available_isas()),
         "seed": st.integers(0, 1 << 30),
         "scored": st.booleans(),
@@ -63,7 +64,7 @@ draws = st.fixed_dictionaries(
 @given(draw=draws)
 def test_nothing_but_the_tokens_decides_the_logits(family, draw) -> None:
     store, wanted = family
-    options = {name: draw[name] for name in ("policy", "threads", "io_threads", "prefill_chunk", "page_cache")}
+    options = {name: draw[name] for name in ("policy", "threads", "io_threads", "prefill_chunk", "page_cache", "prefetch")}
     options["sequences"] = len(draw["mates"]) + 1
     with load_model(store, **options) as model:
         needs = model.plan.needs
