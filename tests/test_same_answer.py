@@ -64,7 +64,9 @@ draws = st.fixed_dictionaries(
 @given(draw=draws)
 def test_nothing_but_the_tokens_decides_the_logits(family, draw) -> None:
     store, wanted = family
-    options = {name: draw[name] for name in ("policy", "threads", "io_threads", "prefill_chunk", "page_cache", "prefetch")}
+    options = {
+        name: draw[name] for name in ("policy", "threads", "io_threads", "prefill_chunk", "page_cache", "prefetch")
+    }
     options["sequences"] = len(draw["mates"]) + 1
     with load_model(store, **options) as model:
         needs = model.plan.needs
