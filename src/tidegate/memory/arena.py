@@ -66,13 +66,13 @@ class Arena:
     def carve(self, account: Account, nbytes: int, align: int = PAGE_BYTES) -> ByteArray:
         """A zeroed view of ``nbytes``, owned by ``account``, at a multiple of ``align`` (a power of two up to 2 MiB).
 
-        Its address is ``view.ctypes.data``. Raises OverBudget when the arena has no room.
+        Its address is ``view.ctypes.data``. Raises OverBudget when the arena has no room for it and the padding before it.
         """
         assert nbytes >= 0 and 1 <= align <= HUGE_PAGE_BYTES and align & (align - 1) == 0, (nbytes, align)
         start = align_up(self._used_bytes, align)
-        if start + nbytes > self.nbytes:
-            raise OverBudget(account.name, nbytes, max(0, self.nbytes - start), account.hint)
         padding = start - self._used_bytes
+        if padding + nbytes > self.free_bytes:
+            raise OverBudget(account.name, padding + nbytes, self.free_bytes, account.hint)
         self._account.move_to(account, padding + nbytes)
         self._used_bytes = start + nbytes
         self.carves.append(Carve(account.name, start, nbytes, padding))
