@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from gguf_files import embedding, llama_metadata, write_gguf
 from smollm2 import gguf_path as smollm2_gguf
+from tidegate.checkpoint.base import kind_of_tokenizer
 from tidegate.checkpoint.gguf import GgufCheckpoint
 from tidegate.checkpoint.gguf_tokenizer import _CUTS
 from tidegate.errors import CheckpointError
@@ -159,6 +160,20 @@ def test_rules_differ_where_the_models_differ(tmp_path):
     assert pieces("gpt-4o") == ["I'LL", " pay", " ", "123", "45", " HTTPServer's"]
     assert pieces("deepseek-v3") == ["I", "'LL", " pay", " ", "123", "45", " HTTPServer", "'s"]
     assert pieces("deepseek-llm") == ["I", "'", "LL", " pay", " ", "12345", " HTTPServer", "'", "s"]
+
+
+def test_the_kind_is_known_without_building_the_tokenizer(tmp_path):
+    tokens = {"tokens": ["<unk>", "<s>", "</s>", "a"], "scores": [0.0, 0.0, 0.0, -1.0], "token_type": [2, 3, 3, 1]}
+    checkpoints = [gguf_of(byte_level(("gpt2",)), tmp_path / "bpe.gguf", pre="gpt-2")]
+    checkpoints += [
+        opened(tmp_path / f"{kind}.gguf", model=kind, unknown_token_id=0, **tokens) for kind in ("llama", "t5")
+    ]
+    for checkpoint in checkpoints:
+        document = checkpoint.tokenizer_json()
+        assert checkpoint.tokenizer_kind() == json.loads(document)["model"]["type"] == kind_of_tokenizer(document)
+    assert kind_of_tokenizer('{"model": {"vocab": {}, "type": "WordPiece"}}') == "WordPiece"
+    assert kind_of_tokenizer(None) is None
+    assert opened(tmp_path / "none.gguf").tokenizer_kind() is None
 
 
 def test_bos_and_eos_are_added_as_the_file_says(tmp_path):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import re
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -17,6 +19,14 @@ F32Array = NDArray[np.float32]
 F16Array = NDArray[np.float16]
 ByteArray = NDArray[np.uint8]
 Codes = tuple[ByteArray, F16Array, F16Array | None]  # codes [N, K], scales [N, K/G], minima [N, K/G]: quant/pack.py
+
+
+def kind_of_tokenizer(tokenizer_json: str | None) -> str | None:
+    """The model type that a `tokenizers` document names; None without a document."""
+    if tokenizer_json is None:
+        return None
+    named = re.search(r'"model"\s*:\s*\{\s*"type"\s*:\s*"(\w+)"', tokenizer_json)
+    return named[1] if named else str(json.loads(tokenizer_json).get("model", {}).get("type"))
 
 
 @dataclass(frozen=True)
@@ -76,6 +86,10 @@ class Checkpoint(ABC):
     @abstractmethod
     def tokenizer_json(self) -> str | None:
         """A `tokenizers` JSON document, taken from the folder or built from GGUF metadata; None if there is none."""
+
+    def tokenizer_kind(self) -> str | None:
+        """``BPE``, ``Unigram`` and the like, without taking a vocabulary of megabytes apart; None without a tokenizer."""
+        return kind_of_tokenizer(self.tokenizer_json())
 
     @abstractmethod
     def chat_template(self) -> str | None:

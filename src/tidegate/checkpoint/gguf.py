@@ -16,7 +16,13 @@ from tidegate.checkpoint.base import ByteArray, Checkpoint, Codes, F32Array, Ten
 from tidegate.checkpoint.files import InputFile
 from tidegate.checkpoint.gguf_config import stop_token_ids, translate
 from tidegate.checkpoint.gguf_header import GgufHeader, LazyArray, Value, read_header
-from tidegate.checkpoint.gguf_tokenizer import adds_bos, build_tokenizer_json, end_token_ids, token_text
+from tidegate.checkpoint.gguf_tokenizer import (
+    adds_bos,
+    build_tokenizer_json,
+    end_token_ids,
+    token_text,
+    tokenizer_kind,
+)
 from tidegate.errors import BadTensor, CheckpointError, CorruptFile
 from tidegate.quant.formats import Format
 
@@ -73,6 +79,9 @@ class GgufCheckpoint(Checkpoint):
 
     def tokenizer_json(self) -> str | None:
         return build_tokenizer_json(self.path, self.metadata)
+
+    def tokenizer_kind(self) -> str | None:
+        return tokenizer_kind(self.metadata)
 
     def chat_template(self) -> str | None:
         template = self.metadata.get("tokenizer.chat_template")

@@ -100,6 +100,14 @@ def build_tokenizer_json(path: Path, metadata: Mapping[str, Value]) -> str | Non
     return json.dumps(document, ensure_ascii=False)
 
 
+def tokenizer_kind(metadata: Mapping[str, Value]) -> str | None:
+    """The `tokenizers` model that build_tokenizer_json would make; for a kind that it does not know, the file's word."""
+    kind = metadata.get("tokenizer.ggml.model")
+    if kind is None or kind == "none" or "tokenizer.ggml.tokens" not in metadata:
+        return None
+    return {"gpt2": "BPE", "llama": "BPE", "t5": "Unigram"}.get(str(kind), str(kind))
+
+
 def adds_bos(metadata: Mapping[str, Value]) -> bool:
     """Whether a text starts with the bos token: the file's word, else the kind's habit."""
     value = metadata.get("tokenizer.ggml.add_bos_token")

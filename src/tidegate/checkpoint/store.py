@@ -9,7 +9,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, Protocol
 
-from tidegate.checkpoint.base import ByteArray
+from tidegate.checkpoint.base import ByteArray, kind_of_tokenizer
 from tidegate.checkpoint.files import InputFile
 from tidegate.checkpoint.manifest import DENSE_FILE, EXPERTS_FILE, DenseEntry, Manifest, read_manifest
 from tidegate.errors import BadTensor, CorruptFile
@@ -111,6 +111,10 @@ class ExpertStore:
     def tokenizer_json(self) -> str | None:
         """As in Checkpoint."""
         return self._text("tokenizer.json")
+
+    def tokenizer_kind(self) -> str | None:
+        """As in Checkpoint."""
+        return kind_of_tokenizer(self.tokenizer_json())
 
     def chat_template(self) -> str | None:
         """As in Checkpoint."""

@@ -103,9 +103,7 @@ def _model_facts(config: ModelConfig) -> dict[str, Any]:
 
 
 def _text_facts(model: Checkpoint | ExpertStore) -> dict[str, Any]:
-    tokenizer = model.tokenizer_json()
-    kind = json.loads(tokenizer).get("model", {}).get("type") if tokenizer else None
-    return {"tokenizer": kind, "chat_template": model.chat_template() is not None}
+    return {"tokenizer": model.tokenizer_kind(), "chat_template": model.chat_template() is not None}
 
 
 def _tensors(sources: Any) -> set[str]:
