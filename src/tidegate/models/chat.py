@@ -19,7 +19,6 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from tidegate.errors import CheckpointError, UsageError
 
-DEFAULT_NOTE = "this model has no chat template: messages are joined as plain text"
 _DEFAULT = "{% for message in messages %}{{ message['content'] }}\n{% endfor %}"
 
 
