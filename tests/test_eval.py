@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from pathlib import Path
 
 import numpy as np
@@ -50,6 +51,7 @@ def test_score_is_the_sum_of_the_log_probabilities(stores: tuple[Path, Path]) ->
         expected = -log_probs[np.arange(len(ids) - 1), ids[1:]].sum()
     assert found.nll == pytest.approx(expected, rel=1e-5)
     assert found.num_bytes == len(TEXT.encode())
+    assert found.busiest is not None
     assert found.bits_per_byte == pytest.approx(expected / math.log(2) / len(TEXT.encode()), rel=1e-5)
     assert found.perplexity == pytest.approx(math.exp(expected / (len(ids) - 1)), rel=1e-5)
 
@@ -90,10 +92,14 @@ def test_the_command_reports_texts_and_agreement(
     assert [row["text"] for row in report["texts"]] == texts
     assert report["texts"][0]["bits_per_byte"] == report["bits_per_byte"]
     assert 0 < report["top1_agreement_ratio"] <= 1
+    assert 0 < report["texts"][0]["busiest_expert"]["token_ratio"] <= 1
     assert report["compared_tokens"] == 2 * (report["texts"][0]["tokens"])
     assert main(["eval", str(stores[0]), *texts, *common]) == 0
     assert "bits per byte" in capsys.readouterr().out
     assert main(["eval", str(stores[0]), texts[0], texts[0], *common]) == 2
+    (tmp_path / "same.txt").write_text("a" * 300)
+    assert main(["eval", str(stores[0]), str(tmp_path / "same.txt"), *common]) == 0
+    assert re.search(r"100% of its tokens use expert \d+ of layer \d+", " ".join(capsys.readouterr().out.split()))
     (tmp_path / "bad.txt").write_bytes(b"text \xff")
     assert main(["eval", str(stores[0]), str(tmp_path / "bad.txt"), *common]) == 2
     assert "byte 5" in capsys.readouterr().err

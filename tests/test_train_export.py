@@ -27,7 +27,7 @@ MICRO = Architecture(
 )  # fmt: skip
 OPTIONS = TrainOptions(
     architecture=MICRO, batch_sequences=2, sequence_length=16, world_size=1, compile=False, qat_from_step=0, steps=10,
-    router=RouterOptions(temperature_end=0.5),
+    router=RouterOptions(temperature_end=0.5, input="centered"),
 )  # fmt: skip
 
 
@@ -88,4 +88,15 @@ def test_experts_off_their_int4_values_are_not_packed(tmp_path: Path, tokenizer:
 def test_routing_that_qwen3_cannot_express_is_not_exported(tmp_path: Path, tokenizer: Path) -> None:
     source = checkpoint_file(tmp_path, replace(OPTIONS, router=RouterOptions(bias_rate=0.1)))
     with pytest.raises(UsageError, match="bias or capacity"):
+        export(source, tokenizer, tmp_path / "model")
+
+
+@pytest.mark.parametrize(
+    "router", [RouterOptions(input="standard"), RouterOptions(bias_rate=0.01)], ids=["input", "bias"]
+)
+def test_routers_without_a_qwen3_moe_form_are_not_exported(
+    tmp_path: Path, tokenizer: Path, router: RouterOptions
+) -> None:
+    source = checkpoint_file(tmp_path, replace(OPTIONS, router=router))
+    with pytest.raises(UsageError, match="Qwen3-MoE"):
         export(source, tokenizer, tmp_path / "model")

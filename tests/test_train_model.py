@@ -12,7 +12,7 @@ torch = pytest.importorskip("torch")
 from hypothesis import given, settings  # noqa: E402
 from hypothesis import strategies as st  # noqa: E402
 
-from tidegate.train.model import Model  # noqa: E402
+from tidegate.train.model import Model, moe_entry, rms_norm  # noqa: E402
 from tidegate.train.moe import Router, assign_with_capacity  # noqa: E402
 from tidegate.train.optimizer import orthogonalise  # noqa: E402
 from tidegate.train.options import Architecture, RouterOptions  # noqa: E402
@@ -86,6 +86,20 @@ def fuse_experts(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         both = [torch.cat(pair) for pair in zip(parts["gate"], parts["up"], strict=True)]
         result[at + "gate_up_proj"], result[at + "down_proj"] = torch.stack(both), torch.stack(parts["down"])
     return result
+
+
+def test_what_a_router_reads() -> None:
+    x_TD = 3 * torch.randn(5, 32, generator=torch.Generator().manual_seed(0)) + 1
+    norm, router_ED = torch.linspace(0.5, 2, 32), torch.randn(6, 32, generator=torch.Generator().manual_seed(1))
+    inputs = ("plain", "centered", "standard")
+    plain, centered, standard = (moe_entry(x_TD, norm, router_ED, 1e-6, name)[1] for name in inputs)
+    hidden_TD = rms_norm(x_TD, norm, 1e-6)
+    middle_TD = hidden_TD - hidden_TD.mean(-1, keepdim=True)
+    assert torch.allclose(plain, hidden_TD @ router_ED.T, atol=1e-5)
+    assert torch.allclose(centered, middle_TD @ router_ED.T, atol=1e-5)
+    assert torch.allclose(standard, middle_TD / middle_TD.std(-1, keepdim=True, correction=0) @ router_ED.T, atol=1e-4)
+    # a scale a token changes weights, never the order of experts
+    assert torch.equal(centered.argsort(-1), standard.argsort(-1))
 
 
 def test_evaluate_equals_the_training_loss() -> None:

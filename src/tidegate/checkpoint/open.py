@@ -18,11 +18,11 @@ _SPLIT = re.compile(r"-(\d{5})-of-\d{5}\.gguf$")
 
 def detect(path: Path | str) -> tuple[Kind, Path]:
     """What ``path`` is, and the path to open (of a folder with one GGUF model: its first file). Reads no weights.
-    ``builtin`` names the model that comes with Tidegate; ``./builtin`` is a folder.
+    The text ``builtin`` names the model that comes with Tidegate; ``./builtin`` and a Path are files and folders.
 
     Raises CheckpointError saying what was looked for when it is none of the three.
     """
-    if str(path) == BUILTIN_NAME and BUILTIN_STORE.exists():
+    if path == BUILTIN_NAME and BUILTIN_STORE.exists():
         return "store", BUILTIN_STORE
     path = Path(path).expanduser()
     if path.is_file():

@@ -24,7 +24,7 @@ _TEXT = Path(bench.__file__).with_suffix(".txt")
 
 @flags({"Model and memory": EngineOptions}, without=("sequences",))
 def command(
-    model: Annotated[str, typer.Argument(help="An expert store, a Hugging Face folder or a GGUF file.")],
+    model: Annotated[str, typer.Argument(help="An expert store, a Hugging Face folder, a GGUF file, or builtin.")],
     prefill: Annotated[int, typer.Option(min=1, help="Tokens computed as a prompt.")] = 256,
     decode: Annotated[int, typer.Option(min=1, help="Tokens after them, computed one by one.")] = 64,
     text: Annotated[Path | None, typer.Option(help="Text to read; default: a few pages of novels.")] = None,

@@ -22,7 +22,7 @@ from tidegate.planner.measure import OtherWork
 
 @flags({"Model and memory": EngineOptions}, without=("sequences",))
 def command(
-    model: Annotated[str, typer.Argument(help="An expert store, a Hugging Face folder or a GGUF file.")],
+    model: Annotated[str, typer.Argument(help="An expert store, a Hugging Face folder, a GGUF file, or builtin.")],
     prompt: Annotated[int, typer.Option(min=1, help="Random tokens of the prompt.")] = 64,
     answer: Annotated[int, typer.Option(min=1, help="Random tokens computed one by one after it.")] = 32,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,

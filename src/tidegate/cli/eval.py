@@ -19,10 +19,12 @@ from tidegate.engine.model import load
 from tidegate.errors import UsageError
 from tidegate.units import align_up
 
+_SPIKE_RATIO = 0.6  # one expert takes more of a text's tokens than this: said to the user
+
 
 @flags({"Model and memory": EngineOptions}, without=("sequences", "context"))
 def command(
-    model: Annotated[str, typer.Argument(help="An expert store, a Hugging Face folder or a GGUF file.")],
+    model: Annotated[str, typer.Argument(help="An expert store, a Hugging Face folder, a GGUF file, or builtin.")],
     texts: Annotated[list[Path], typer.Argument(help="Text files, one domain each.")],
     reference: Annotated[
         str | None, typer.Option(help="Also compare with this model: KL divergence, top-1 and routing agreement.")
@@ -75,15 +77,20 @@ def _report(scores: list[evaluate.TextScore], agreement: evaluate.Agreement | No
 
 
 def _print_table(report: dict[str, Any]) -> None:
-    table = Table("text", "tokens", "bytes", "perplexity", "bits per byte")
+    table = Table("text", "tokens", "bytes", "perplexity", "bits per byte", "busiest expert")
     for row in report["texts"]:
         table.add_row(
             Path(row["text"]).name, f"{row['tokens']:,}", f"{row['bytes']:,}", f"{row['perplexity']:.2f}",
-            f"{row['bits_per_byte']:.3f}",
+            f"{row['bits_per_byte']:.3f}", f"{row['busiest_expert']['token_ratio']:.0%}" if "busiest_expert" in row else "-",
         )  # fmt: skip
     console = Console()
     console.print(table)
     console.print(f"all texts: {report['bits_per_byte']:.3f} bits per byte")
+    for row in report["texts"]:
+        spike = row.get("busiest_expert", {"token_ratio": 0})
+        if spike["token_ratio"] > _SPIKE_RATIO:
+            where = f"expert {spike['expert']} of layer {spike['layer']}"
+            console.print(f"{Path(row['text']).name}: {spike['token_ratio']:.0%} of its tokens use {where}")
     if "kl_nats" in report:
         routing = report["routing_agreement_ratio"]
         console.print(

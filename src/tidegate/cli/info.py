@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from pathlib import Path
 from typing import Annotated, Any
 
 import typer
@@ -21,7 +20,7 @@ from tidegate.units import format_bytes
 
 
 def command(
-    path: Annotated[Path, typer.Argument(help="A store, a Hugging Face folder or a GGUF file.", show_default=False)],
+    path: Annotated[str, typer.Argument(help="A store, a Hugging Face folder, a GGUF file, or builtin.")],
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
     verify: Annotated[bool, typer.Option("--verify", help="Read a whole store and check every checksum.")] = False,
 ) -> int:

@@ -27,7 +27,9 @@ from tidegate.units import parse_bytes
 def command(
     model: Annotated[
         str,
-        typer.Argument(help="A store, a Hugging Face folder, a GGUF file, a config.json, or OWNER/NAME on the hub."),
+        typer.Argument(
+            help="A store, a Hugging Face folder, a GGUF file, builtin, a config.json, or OWNER/NAME on the hub."
+        ),
     ],
     ram: Annotated[str | None, typer.Option(metavar="BYTES", help="Plan for a machine with this much memory.")] = None,
     memory_bandwidth: Annotated[

@@ -24,7 +24,7 @@ _INTERRUPTED = 130
 
 @flags({"Model and memory": EngineOptions, "Sampling": SamplingOptions}, without=("sequences", "logprobs"))
 def command(
-    model: Annotated[str, typer.Argument(help="An expert store, a Hugging Face folder or a GGUF file.")],
+    model: Annotated[str, typer.Argument(help="An expert store, a Hugging Face folder, a GGUF file, or builtin.")],
     prompt: Annotated[
         str | None, typer.Argument(help="What to answer; without it: --file, standard input or a chat.")
     ] = None,

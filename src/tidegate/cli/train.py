@@ -56,6 +56,9 @@ def command(
         float | None, typer.Option(rich_help_panel=_ROUTER, help="Reached half way.")
     ] = None,
     router_init: Annotated[str | None, typer.Option(rich_help_panel=_ROUTER, help="normal or orthogonal.")] = None,
+    router_input: Annotated[
+        str | None, typer.Option(rich_help_panel=_ROUTER, help="plain, centered or standard: what the router reads.")
+    ] = None,
 ) -> int:
     """Curves are written as curve.jsonl and curve.png. A killed run loses at most four minutes."""
     plain = given(
@@ -66,6 +69,7 @@ def command(
     router = given(
         balance_alpha=balance_alpha, balance_scope=balance_scope, z_loss=z_loss, bias_rate=bias_rate,
         capacity_factor=capacity_factor, temperature_end=router_temperature_end, init=router_init,
+        input=router_input,
     )  # fmt: skip
     if export is not None:
         if plain or router or resume:

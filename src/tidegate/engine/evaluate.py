@@ -11,8 +11,8 @@ from __future__ import annotations
 import math
 import tempfile
 from collections.abc import Iterator
-from contextlib import ExitStack
-from dataclasses import dataclass
+from contextlib import ExitStack, nullcontext
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -35,13 +35,23 @@ class Window:
 
 
 @dataclass(frozen=True)
+class BusiestExpert:
+    """The expert that the largest share of a text's tokens uses; ``layer`` counts layers with experts."""
+
+    layer: int
+    expert: int
+    token_ratio: float
+
+
+@dataclass(frozen=True)
 class TextScore:
-    """Sums over a text's predicted tokens; ``num_bytes`` is its length in UTF-8."""
+    """Sums over a text's predicted tokens; ``num_bytes`` is its length in UTF-8. ``busiest`` is None without experts."""
 
     name: str
     num_tokens: int
     num_bytes: int
     nll: float
+    busiest: BusiestExpert | None = None
 
     @property
     def perplexity(self) -> float:
@@ -58,6 +68,7 @@ class TextScore:
             "bytes": self.num_bytes,
             "perplexity": round(self.perplexity, 4),
             "bits_per_byte": round(self.bits_per_byte, 5),
+            **({"busiest_expert": asdict(self.busiest)} if self.busiest else {}),
         }
 
 
@@ -113,12 +124,30 @@ def log_probabilities(model: Model, window: Window) -> F32Array:
 
 def score(model: Model, name: str, text: str, window: int) -> TextScore:
     """Predict a text. Raises UsageError as :func:`cut` does."""
-    nll, count = 0.0, 0
-    for part in cut(model, name, text, window):
-        log_probs_TV = log_probabilities(model, part)
-        nll -= float(log_probs_TV[np.arange(len(part.targets)), part.targets].sum(dtype=np.float64))
-        count += len(part.targets)
-    return TextScore(name, count, len(text.encode()), nll)
+    nll, count, busiest = 0.0, 0, None
+    with tempfile.TemporaryDirectory(prefix="tidegate-eval-") as folder:
+        trace = Path(folder) / "trace" if model.runtime.experts is not None else None
+        with model.trace(trace) if trace else nullcontext():
+            for part in cut(model, name, text, window):
+                log_probs_TV = log_probabilities(model, part)
+                nll -= float(log_probs_TV[np.arange(len(part.targets)), part.targets].sum(dtype=np.float64))
+                count += len(part.targets)
+        if trace:
+            busiest = _busiest(trace)
+    return TextScore(name, count, len(text.encode()), nll, busiest)
+
+
+def _busiest(trace: Path) -> BusiestExpert:
+    reader = TraceReader(trace)
+    uses_LE = np.zeros((reader.meta.num_layers, reader.meta.num_experts))
+    tokens = 0
+    for chunk in reader:
+        tokens += len(chunk.experts)
+        for layer, uses_E in enumerate(uses_LE):
+            uses_E += np.bincount(chunk.experts[:, layer].ravel(), minlength=len(uses_E))
+    reader.close()
+    layer, expert = np.unravel_index(uses_LE.argmax(), uses_LE.shape)
+    return BusiestExpert(int(layer), int(expert), round(float(uses_LE.max()) / tokens, 4))
 
 
 class Recording:

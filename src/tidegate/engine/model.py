@@ -39,8 +39,8 @@ def load(
     progress: Progress | None = None,
     **options: Any,
 ) -> Model:
-    """Load a model inside a budget: ``load("model", memory="8GiB")``. ``path`` is an expert store, a Hugging Face folder
-    or a GGUF file; ``options`` are those of EngineOptions.
+    """Load a model inside a budget: ``load("model", memory="8GiB")``. ``path`` is an expert store, a Hugging Face folder,
+    a GGUF file, or the text ``builtin``; ``options`` are those of EngineOptions.
 
     A source is converted once into a cache folder; ``say`` gets the line that says so, ``progress`` is called with bytes
     done, bytes in total and what was written. Raises UsageError, BudgetTooSmall (before any weight is read),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
+from pathlib import Path
 
 from tidegate.checkpoint.convert import ConvertOptions, Progress, cached_store
 from tidegate.checkpoint.open import detect
@@ -20,7 +21,7 @@ def open_store(
 ) -> ExpertStore:
     """``say`` and ``progress`` as in ``cached_store``. Raises CheckpointError and its kinds, DiskFull, and UsageError for a
     conversion option that a finished store cannot follow."""
-    kind, found = detect(os.fspath(path))
+    kind, found = detect(path if isinstance(path, str) else Path(path))
     if kind == "store":
         for name in ("experts", "dense", "group"):
             if getattr(options, name) is not None:

@@ -16,7 +16,7 @@ from tidegate.checkpoint.convert.plan import plan_files
 from tidegate.checkpoint.files import read_json
 from tidegate.checkpoint.inventory import dense_tensors
 from tidegate.checkpoint.manifest import ALIGNMENT, DenseEntry, ExpertLayer, lay_out
-from tidegate.checkpoint.open import detect, open_checkpoint
+from tidegate.checkpoint.open import BUILTIN_NAME, detect, open_checkpoint
 from tidegate.checkpoint.store import ExpertStore
 from tidegate.errors import UsageError
 from tidegate.model_config import ModelConfig
@@ -68,6 +68,8 @@ def read_headers(path: str, convert: ConvertOptions, has_format_flags: bool = Fa
     """Raises CheckpointError and its kinds, and UsageError: format flags (``has_format_flags``) for a finished store, a
     repository that cannot be reached."""
     where = Path(path).expanduser()
+    if path == BUILTIN_NAME:
+        where = detect(path)[1]
     if where.is_file() and where.suffix == ".json":
         return _from_config(where, convert)
     if (where / "config.json").is_file() and not (where / "manifest.json").exists() and _has_no_weights(where):

@@ -88,19 +88,23 @@ def hub_tensors(
 def export(source: Path, tokenizer: Path, destination: Path) -> None:
     """Write the checkpoint file ``source`` as a Hugging Face folder that ``transformers`` loads unchanged.
 
-    Experts are written at their int4 values where the run trained with them. A router temperature other than one is
-    folded into the router; raises UsageError for bias-balanced models, which Qwen3-MoE cannot express.
+    Experts are written at their int4 values where the run trained with them. A router temperature other than one and a
+    centered router input are folded into the router; raises UsageError for routers that Qwen3-MoE cannot express.
     """
     state = checkpoint.load(source)
     options = TrainOptions.from_json(json.loads(state["options"]))
     if options.router.bias_rate or options.router.capacity_factor:
         raise UsageError(f"{source}: a model balanced by bias or capacity routes as Qwen3-MoE cannot; train without")
+    if options.router.input == "standard":
+        raise UsageError(f"{source}: Qwen3-MoE has no --router-input standard; train with centered or plain")
     masters = Buffers(parameters_of(options.architecture), "master")
     masters.full.copy_(state["masters"])
     views = masters.views()
     temperature = options.router_temperature(state["step"])
     for layer in range(options.architecture.num_layers):
-        views[f"layers.{layer}.router"].div_(temperature)
+        router_ED = views[f"layers.{layer}.router"].div_(temperature)
+        if options.router.input == "centered":  # W (h - mean h) = (W - its rows' means) h
+            router_ED.sub_(router_ED.mean(-1, keepdim=True))
     quantized = 0 <= options.qat_from_step <= state["step"]
     destination.mkdir(parents=True, exist_ok=True)
     tensors = hub_tensors(views, options.architecture, quantized)

@@ -13,7 +13,7 @@ from torch.nn import functional
 
 from tidegate.train.loss import CHUNK_TOKENS, Embedding, FusedCrossEntropy, SoftmaxSlope, softmax_slope
 from tidegate.train.moe import ExpertKernels, Experts, Router, activate, activate_backward
-from tidegate.train.options import Architecture
+from tidegate.train.options import Architecture, RouterInput
 from tidegate.train.weights import Buffers, Parameter
 
 
@@ -66,11 +66,16 @@ def attention_block(
 
 
 def moe_entry(
-    x_TD: torch.Tensor, norm: torch.Tensor, router: torch.Tensor, eps: float
+    x_TD: torch.Tensor, norm: torch.Tensor, router: torch.Tensor, eps: float, router_input: RouterInput
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Normed hidden state in bfloat16 and the router's logits in float32."""
+    """Normed hidden state in bfloat16 and the router's logits in float32, of the input that the options ask for."""
     hidden = rms_norm(x_TD, norm, eps)
-    return hidden.to(torch.bfloat16), functional.linear(hidden, router)
+    read = hidden
+    if router_input != "plain":
+        read = read - read.mean(-1, keepdim=True)
+    if router_input == "standard":
+        read = read * torch.rsqrt(read.square().mean(-1, keepdim=True) + eps)
+    return hidden.to(torch.bfloat16), functional.linear(read, router)
 
 
 @dataclass
@@ -173,7 +178,9 @@ class Model:
                 x_TD, weights[at + "attention_norm"], weights[at + "qkv"], weights[at + "query_norm"],
                 weights[at + "key_norm"], weights[at + "output"], self._cos, self._sin, self._mask_LL, shape,
             )  # fmt: skip
-            hidden_TD, logits_TE = kernels.entry(x_TD, weights[at + "moe_norm"], weights[at + "router"], shape.norm_eps)
+            hidden_TD, logits_TE = kernels.entry(
+                x_TD, weights[at + "moe_norm"], weights[at + "router"], shape.norm_eps, router.options.input
+            )
             routing = router.route(logits_TE, temperature)
             big = (at + "gate_up", at + "down")
             tensors = tuple(weights[name] for name in big) + tuple(gradients[name] for name in big)

@@ -7,11 +7,12 @@ from __future__ import annotations
 
 import math
 from dataclasses import asdict, dataclass, field, fields
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 from tidegate.errors import UsageError
 
 INT4_GROUP = 32
+RouterInput = Literal["plain", "centered", "standard"]
 
 
 @dataclass(frozen=True)
@@ -60,6 +61,8 @@ class RouterOptions:
     Qwen3-MoE form. ``capacity_factor`` above 0 lets an expert take at most ceil(factor * tokens * k / E) assignments;
     the overflow goes to the next best expert with room. 0 is dropless and unlimited.
     ``temperature_end`` is reached linearly over the first half of the schedule; 1.0 is constant.
+    ``input``: the router reads what the experts read ("plain"), that minus its mean over the hidden size ("centered", which
+    an export folds into the router), or also divided by its deviation ("standard", which Qwen3-MoE cannot express).
     """
 
     balance_alpha: float = 0.01
@@ -71,12 +74,15 @@ class RouterOptions:
     capacity_factor: float = 0.0
     temperature_end: float = 1.0
     init: Literal["normal", "orthogonal"] = "normal"
+    input: RouterInput = "plain"
 
     def __post_init__(self) -> None:
         if self.balance_scope not in ("batch", "window"):
             raise UsageError(f"--balance-scope {self.balance_scope!r}: batch or window")
         if self.init not in ("normal", "orthogonal"):
             raise UsageError(f"--router-init {self.init!r}: normal or orthogonal")
+        if self.input not in get_args(RouterInput):
+            raise UsageError(f"--router-input {self.input!r}: {', '.join(get_args(RouterInput))} are allowed")
         if self.capacity_factor and self.capacity_factor < 1:
             raise UsageError(
                 f"--capacity-factor {self.capacity_factor}: 0 (no limit) or at least 1, or tokens are lost"
