@@ -1,6 +1,7 @@
 """``tidegate simulate`` and ``fit-predictor`` as a person meets them."""
 
 import json
+import sys
 from pathlib import Path
 
 import pytest
@@ -48,12 +49,31 @@ def test_machine_flags_and_sharing_change_the_answer(capsys) -> None:
 
 def test_sweep_shows_the_best_and_their_flags(capsys) -> None:
     arguments = ["simulate", TRACE, *SIZE, "--tokens", "60", "--slots", "8,12", "--bits", "4,8", "--batch", "1,2"]
-    answer = _json(capsys, *arguments, "--sweep")
+    answer = _json(capsys, *arguments, "--sweep", "grid")
     assert len(answer["results"]) == 8 and 0 < len(answer["pareto"]) < 8
     assert answer["pareto"][0]["tokens_per_s"] == max(one["tokens_per_s"] for one in answer["results"])
-    assert all("--policy decayed-lfu --experts int" in one["flags"] for one in answer["pareto"])
-    assert main([*arguments, "--sweep"]) == 0
-    assert "the best of the grid" in capsys.readouterr().out
+    assert all("--policy decayed-lfu --prefetch off --experts int" in one["flags"] for one in answer["pareto"])
+    assert main([*arguments, "--sweep", "grid"]) == 0
+    assert "the best of 8" in capsys.readouterr().out
+
+
+def test_optuna_finds_the_best_of_the_grid_and_the_same_ones_again(capsys, tmp_path, monkeypatch) -> None:
+    pytest.importorskip("optuna")
+    arguments = ["simulate", TRACE, *SIZE, "--tokens", "20", "--slots", "6,12", "--bits", "4,8", "--policy", "lru,lfu"]
+    grid = _json(capsys, *arguments, "--sweep", "grid")
+    plot = tmp_path / "plot.png"
+    arguments += ["--predictor", "none,decayed", "--threshold", "0.2,0.9", "--sweep", "optuna", "--trials", "40"]
+    found, again = (_json(capsys, *arguments, "--seed", "3", "--plot", str(plot)) for _ in range(2))
+    assert found == again and len(found["results"]) <= 40
+    assert found["pareto"][0]["tokens_per_s"] >= grid["pareto"][0]["tokens_per_s"]
+    between = {one["threshold"] for one in found["results"]} - {0.0}
+    assert len(between) > 2 and all(0.2 <= limit <= 0.9 for limit in between)
+    assert plot.read_bytes().startswith(b"\x89PNG")
+    for name, flags in (("optuna", ["--sweep", "optuna"]), ("matplotlib.figure", ["--plot", str(plot)])):
+        with monkeypatch.context() as patch:
+            patch.setitem(sys.modules, name, None)
+            assert main(["simulate", TRACE, *SIZE, "--tokens", "5", "--slots", "6", *flags]) == 2
+        assert "pip install" in capsys.readouterr().err
 
 
 def test_the_pareto_set_is_what_nothing_beats() -> None:
@@ -63,7 +83,7 @@ def test_the_pareto_set_is_what_nothing_beats() -> None:
 
     results = [result(10, 4, 4), result(9, 4, 4), result(10, 4, 8), result(20, 8, 4), result(5, 2, 4), result(4, 2, 8)]
     assert pareto(results) == [results[3], results[2], results[4], results[5]]
-    assert run_flags(results[0].configuration) == "--memory 4GiB --policy lru --experts int4"
+    assert run_flags(results[0].configuration) == "--memory 4GiB --policy lru --prefetch off --experts int4"
 
 
 @pytest.mark.parametrize("kind", ["decayed", "markov", "mlp"])
@@ -92,6 +112,9 @@ def test_a_predictor_is_fitted_scored_and_simulated(capsys, tmp_path, kind) -> N
         (["simulate", TRACE, *SIZE, "--slots", "8", "--policy", "mru"], "--policy 'mru'"),
         (["simulate", TRACE, *SIZE, "--slots", "8", "--predictor", "lstm"], "fitted first"),
         (["simulate", TRACE, *SIZE, "--slots", "8", "--staging", "9"], "--staging 9"),
+        (["simulate", TRACE, *SIZE, "--slots", "8", "--predictor", "gates"], "what the gates guessed"),
+        (["simulate", TRACE, *SIZE, "--slots", "8", "--sweep", "random"], "grid or optuna"),
+        (["simulate", TRACE, *SIZE, "--slots", "8", "--plot", "x.svg"], "ends in .png"),
         (["simulate", "none.trace", *SIZE, "--slots", "8"], "no such trace"),
         (["fit-predictor", TRACE, "--kind", "magic", "-o", "x"], "--kind 'magic'"),
         (["fit-predictor", TRACE, "--kind", "next-gate", "-o", "x"], "--sketch"),

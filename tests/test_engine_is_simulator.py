@@ -12,12 +12,16 @@ from engines import fixed_process, load_model
 from stores import deepseek_config, qwen_config, write_store
 from tidegate import _core
 from tidegate.errors import ReadFailed
+from tidegate.experts.cache import ExpertCache
+from tidegate.experts.loader import NativeLoader
+from tidegate.experts.lookahead import REACH
 from tidegate.experts.policy import POLICIES, policy_factory
 from tidegate.experts.prefetch import PrefetchOptions
 from tidegate.experts.trace import TraceReader
 from tidegate.sim.batching import batched
+from tidegate.sim.clock import ClockLoader
 from tidegate.sim.fit import fit_predictor
-from tidegate.sim.replay import replay
+from tidegate.sim.replay import replay, whole_steps
 from tidegate.sim.rows import read_rows
 from tidegate.sim.score import score_predictor
 from tidegate.sim.simulate import Profile, simulate
@@ -69,6 +73,42 @@ def test_rows_are_the_tokens_that_ran(store: Path, tmp_path: Path) -> None:
         assert chunk.position[mine].tolist() == list(range(len(prompt) + 2))
     assert chunk.step.max() == 2 and len(chunk.step) == 6 + 2 * 2
     assert (chunk.weights[..., 0] >= chunk.weights[..., -1]).all()
+
+
+@pytest.mark.parametrize("policy", ["decayed-lfu", "lru"])
+def test_the_engines_prefetch_runs_in_the_simulator(
+    store: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, policy: str
+) -> None:
+    """What depends on time is fixed: how busy the channel is, and whether a refuted load could still be stopped. Then every
+    count of the engine's prefetch comes out of the trace, too."""
+    for loader in (NativeLoader, ClockLoader):
+        monkeypatch.setattr(loader, "busy_ratio", lambda self: 0.5)
+    monkeypatch.setattr(ExpertCache, "cancel_refuted", lambda self, layer: None)
+    path = tmp_path / "t.trace"
+    with load_model(store, sequences=2) as model:
+        needs = model.plan.needs
+    memory = needs.budget_for(needs.num_layers * (needs.min_slots + 2))
+    with load_model(store, memory=memory, policy=policy, sequences=2) as model:
+        with model.trace(path):
+            model.generate([[1, 2, 3], [4]], max_tokens=80, ignore_eos=True, temperature=1.0, seed=3)
+        live, slots = model.stats(), model.plan.slots
+    reader = TraceReader(path)
+    assert reader.meta.guess_reach == min(REACH, reader.meta.num_layers - 1)
+    profile = Profile(needs.slot_bytes, 1e9, 1e-5, 1e-5)
+    found = simulate(
+        whole_steps(reader), slots, reader.meta.num_experts, policy_factory(policy), profile, "gates", share=True
+    ).counters
+    names = (
+        "demand_hits",
+        "prefetch_hits",
+        "misses",
+        "evictions",
+        "prefetch_issued",
+        "prefetch_wasted",
+        "prefetch_dropped",
+    )
+    assert {name: getattr(found, name) for name in names} == {name: live[name] for name in names}
+    assert found.prefetch_hits > 0
 
 
 def test_a_trace_ends_with_its_block_and_an_error_leaves_no_file(store: Path, tmp_path: Path) -> None:

@@ -68,6 +68,20 @@ def test_promoted_and_cancelled_loads():
     assert loader.speculative_bytes == CHUNK_BYTES and loader.demand_bytes == 3 * CHUNK_BYTES
 
 
+def test_only_a_load_that_finds_the_channel_idle_waits_for_the_latency():
+    loader = ClockLoader(3, 4 * CHUNK_BYTES, CHUNK_BYTES, latency_s=0.5)
+    loader.load(KEY, 0, demand=True)
+    loader.load(KEY, 1, demand=True)
+    assert [loader.ready_s(slot) for slot in (0, 1)] == [4.5, 8.5]
+    loader.now_s = 10.0
+    assert loader.busy_ratio() == pytest.approx(0.85)
+    loader.load(KEY, 2, demand=False)
+    loader.now_s = 14.0
+    assert not loader.is_ready(2) and loader.busy_ratio() == 1.0
+    loader.now_s = 15.0
+    assert loader.is_ready(2) and loader.busy_ratio() == pytest.approx(0.5)
+
+
 def test_a_timeline_by_hand(tmp_path):
     # One layer, one slot: A misses, A hits, B misses. Dense 1 s, expert 2 s, load 4 s, token 0.5 s.
     import_arrays(tmp_path / "t.trace", np.array([[[0]], [[0]], [[1]]], np.uint8), np.array([0, 3]), num_experts=2)

@@ -1,5 +1,6 @@
 """Traces: what is written is read back, in bounded pieces, and anything broken is named."""
 
+import io
 import json
 import zipfile
 from pathlib import Path
@@ -49,6 +50,36 @@ def test_round_trip_in_several_chunks(tmp_path, monkeypatch):
     assert not list(tmp_path.glob("*.partial"))
 
 
+def test_guesses_come_back_and_belong_to_the_layer_that_they_are_about(tmp_path):
+    path = tmp_path / "t.trace"
+    writer = TraceWriter(path, TraceMeta(3, 300, 2, guess_reach=2, guess_width=3))
+    guessed = {(1, 1): [[299, 5], [1, 2]], (2, 2): [[7, 8], [9, 10]], (2, 1): [[3, 4], [5, 6]]}
+    for _ in range(2):
+        writer.begin_step(np.zeros(2), np.arange(2), np.zeros(2))
+        for layer in range(3):
+            writer.record(np.zeros((2, 2), np.int32), np.ones((2, 2)))
+            for distance in (1, 2):
+                if layer + distance < 3:
+                    ranked = np.array(guessed[layer + distance, distance])
+                    writer.record_guess(layer + distance, distance, ranked, np.full((2, 2), distance / 4))
+        writer.end_step()
+    writer.close()
+    reader = TraceReader(path)
+    assert (reader.meta.version, reader.meta.guess_reach) == (2, 2)
+    (chunk,) = reader
+    assert chunk.guesses.shape == chunk.margins.shape == (4, 3, 2, 3)
+    assert np.isnan(chunk.margins[:, 0]).all() and np.isnan(chunk.margins[:, 1, 1]).all()
+    for (layer, distance), ranked in guessed.items():
+        assert chunk.guesses[:, layer, distance - 1, :2].tolist() == ranked * 2
+        margins = chunk.margins[:, layer, distance - 1]
+        assert (margins[:, :2] == distance / 4).all() and np.isnan(margins[:, 2]).all()
+    broken = io.BytesIO()
+    np.save(broken, np.full_like(chunk.guesses, 300))
+    _rewrite(path, "00000/guesses.npy", broken.getvalue())
+    with pytest.raises(CorruptFile, match=r"expert id in 00000/guesses"):
+        list(TraceReader(path))
+
+
 def test_nothing_appears_before_close_and_discard_leaves_nothing(tmp_path):
     writer = TraceWriter(tmp_path / "t.trace", TraceMeta(1, 4, 1))
     assert not (tmp_path / "t.trace").exists()
@@ -94,7 +125,7 @@ def test_a_future_version_says_so(tmp_path):
     _write(path, steps=2)
     meta = json.loads(zipfile.ZipFile(path).read("meta.json"))
     _rewrite(path, "meta.json", json.dumps({**meta, "version": 9}).encode())
-    with pytest.raises(CorruptFile, match=r"trace version.*wanted 1, got 9"):
+    with pytest.raises(CorruptFile, match=r"trace version.*wanted 1 or 2, got 9"):
         TraceReader(path)
 
 

@@ -3,21 +3,28 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Iterable
+from dataclasses import replace
+from functools import partial
 from itertools import islice, product
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
+from tidegate.checkpoint.convert.options import ConvertOptions
+from tidegate.config import EngineOptions
 from tidegate.errors import BudgetTooSmall, UsageError
 from tidegate.experts.policy import DEFAULT_POLICY, policy_factory
-from tidegate.experts.predictor import Predictor
 from tidegate.experts.predictor_file import find_predictor
 from tidegate.experts.trace import TraceMeta, TraceReader
 from tidegate.plan import Needs, make_plan
+from tidegate.planner.headers import read_headers
 from tidegate.planner.machine import Machine, load_machine
+from tidegate.planner.profile import simulated_profile
 from tidegate.quant.formats import Format
+from tidegate.sim.ahead import Foresight
 from tidegate.sim.batching import batched
 from tidegate.sim.oracle import Oracle
 from tidegate.sim.replay import Step, whole_steps
@@ -28,91 +35,106 @@ from tidegate.units import format_bytes, parse_bytes
 _MACHINE, _GRID = "Machine and model", "What to try; several values, separated by commas, make a grid"
 
 
+def _try(text: str, metavar: str | None = None) -> Any:
+    return typer.Option(rich_help_panel=_GRID, help=text, metavar=metavar)
+
+
+def _is(text: str, *names: str, metavar: str | None = None) -> Any:
+    return typer.Option(*names, rich_help_panel=_MACHINE, help=text, metavar=metavar)
+
+
 def command(
     trace: Annotated[Path, typer.Argument(help="A trace of tidegate trace or run --trace.")],
-    memory: Annotated[
-        str | None, typer.Option(metavar="BYTES", rich_help_panel=_GRID, help="Budgets, like 2GiB,4GiB.")
-    ] = None,
-    slots: Annotated[str | None, typer.Option(rich_help_panel=_GRID, help="Slots a layer, instead of budgets.")] = None,
-    policy: Annotated[str, typer.Option(rich_help_panel=_GRID, help="Who is evicted.")] = DEFAULT_POLICY,
+    memory: Annotated[str | None, _try("Budgets, like 2GiB,4GiB.", "BYTES")] = None,
+    slots: Annotated[str | None, _try("Slots a layer, instead of budgets.")] = None,
+    policy: Annotated[str, _try("Who is evicted.")] = DEFAULT_POLICY,
     predictor: Annotated[
-        str, typer.Option(rich_help_panel=_GRID, help="none, last-token, window, decayed, oracle, or fitted files.")
+        str, _try("none, gates (the engine's own prefetch), last-token, window, decayed, oracle, or fitted files.")
     ] = "none",
-    staging: Annotated[
-        str, typer.Option(rich_help_panel=_GRID, help="Layers in work at once: 1 no prefetch, 2 the next layer, ...")
-    ] = "2",
-    threshold: Annotated[str, typer.Option(rich_help_panel=_GRID, help="Prefetch above this probability.")] = "0.5",
-    bits: Annotated[str | None, typer.Option(rich_help_panel=_GRID, help="Expert widths, like 3,4,8.")] = None,
-    batch: Annotated[
-        str, typer.Option(rich_help_panel=_GRID, help="Sequences decoded side by side; 0: the steps as recorded.")
-    ] = "0",
+    staging: Annotated[str, _try("Layers in work at once: 1 no prefetch, 2 the next layer, ...")] = "2",
+    threshold: Annotated[str, _try("Prefetch above this probability.")] = "0.5",
+    bits: Annotated[str | None, _try("Expert widths, like 3,4,8.")] = None,
+    batch: Annotated[str, _try("Sequences decoded side by side; 0: the steps as recorded.")] = "0",
     tokens: Annotated[int, typer.Option(min=1, help="Stop after this many steps of the trace.")] = 4000,
     most: Annotated[int, typer.Option(min=1, help="Speculative loads a layer at most.")] = 4,
     no_share: Annotated[bool, typer.Option("--no-share", help="Slots do not move between layers.")] = False,
-    disk: Annotated[
-        str | None,
-        typer.Option(
-            metavar="BYTES", rich_help_panel=_MACHINE, help="Disk reads a second; default: tidegate hardware's."
-        ),
-    ] = None,
-    ram: Annotated[
-        str | None,
-        typer.Option(
-            metavar="BYTES", rich_help_panel=_MACHINE, help="Memory reads a second; default: tidegate hardware's."
-        ),
-    ] = None,
-    dense_us: Annotated[
-        float, typer.Option(rich_help_panel=_MACHINE, help="A layer without its routed experts.")
-    ] = 300.0,
-    token_us: Annotated[float, typer.Option(rich_help_panel=_MACHINE, help="Embedding, logits and sampling.")] = 1000.0,
-    predict_us: Annotated[float, typer.Option(rich_help_panel=_MACHINE, help="One call of the predictor.")] = 20.0,
+    disk: Annotated[str | None, _is("Disk reads a second; default: tidegate hardware's.", metavar="BYTES")] = None,
+    ram: Annotated[str | None, _is("Memory reads a second; default: tidegate hardware's.", metavar="BYTES")] = None,
+    model: Annotated[str | None, _is("The trace's model: how long its parts take, from its headers.")] = None,
+    dense_us: Annotated[float | None, _is("A layer without its routed experts; default: the model's, or 300.")] = None,
+    token_us: Annotated[float | None, _is("Embedding, logits, sampling; default: the model's logits, or 1000.")] = None,
+    predict_us: Annotated[float | None, _is("One call of the predictor; default: the model's gate, or 20.")] = None,
     expert_size: Annotated[
+        str | None, _is("One expert; default: the trace's.", "--expert-bytes", metavar="BYTES")
+    ] = None,
+    fixed: Annotated[str | None, _is("All memory but expert slots; default: the trace's.", metavar="BYTES")] = None,
+    recorded_bits: Annotated[int, _is("Bits that an expert's size is of.")] = 4,
+    sweep: Annotated[
         str | None,
         typer.Option(
-            "--expert-bytes", metavar="BYTES", rich_help_panel=_MACHINE, help="One expert; default: the trace's."
+            metavar="grid|optuna", help="Show only the best: of the grid, or of what Optuna tries (extra: sweep)."
         ),
     ] = None,
-    fixed: Annotated[
-        str | None,
-        typer.Option(
-            metavar="BYTES", rich_help_panel=_MACHINE, help="All memory but expert slots; default: the trace's."
-        ),
-    ] = None,
-    recorded_bits: Annotated[int, typer.Option(rich_help_panel=_MACHINE, help="Bits that an expert's size is of.")] = 4,
-    sweep: Annotated[bool, typer.Option("--sweep", help="Show only the best of the grid, with their flags.")] = False,
+    trials: Annotated[int, typer.Option(min=1, help="How often Optuna tries.")] = 60,
+    seed: Annotated[int, typer.Option(help="Of Optuna; same seed, same answer.")] = 0,
+    plot: Annotated[Path | None, typer.Option(metavar="FILE.png", help="Draw speed and hits against memory.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> int:
     """Runs the engine's own cache, policies and predictors against a clock and one I/O channel. Caches start empty."""
+    if sweep not in (None, "grid", "optuna"):
+        raise UsageError(f"--sweep {sweep!r}: grid or optuna")
+    if plot is not None and plot.suffix.lower() != ".png":
+        raise UsageError(f"--plot {plot}: the plot is a PNG; give a name that ends in .png")
     reader = TraceReader(trace)
     meta = reader.meta
     expert_bytes = parse_bytes(expert_size, "--expert-bytes") if expert_size else meta.expert_bytes
     if not expert_bytes:
         raise UsageError(f"{trace} does not say how large an expert is; add --expert-bytes")
     rates = {name: parse_bytes(text, f"--{name}") if text else None for name, text in (("ram", ram), ("disk", disk))}
-    machine = load_machine(trace).with_rates(rates["ram"], rates["disk"])
-    profile = _profile(machine, expert_bytes, recorded_bits, dense_us, token_us, predict_us)
+    machine = load_machine(model or trace).with_rates(rates["ram"], rates["disk"])
+    times = {"dense_s": dense_us, "token_s": token_us, "predict_s": predict_us}
+    profile = _profile(machine, expert_bytes, recorded_bits, times, model)
     fixed_bytes = parse_bytes(fixed, "--fixed") if fixed else meta.fixed_bytes
-    grid = list(
-        _configurations(
-            _places(memory, slots), policy, predictor, staging, threshold, bits or str(recorded_bits), batch, meta,
-            expert_bytes, fixed_bytes, recorded_bits,
-        )
+    axes = _axes(
+        _places(memory, slots), policy, predictor, staging, threshold, bits or str(recorded_bits), batch
     )  # fmt: skip
-    run = _sweep(reader, tokens, profile, recorded_bits, most, share=not no_share)
-    results = [run.run(config) for config in grid]
-    _show(results, pareto(results) if sweep else results, sweep, as_json)
+    configure = partial(_configure, meta, expert_bytes, fixed_bytes, recorded_bits)
+    run = _sweep(reader, tokens, profile, recorded_bits, most, share=not no_share).run
+    if sweep == "optuna":
+        from tidegate.sim.search import search  # noqa: PLC0415  (needs Optuna)
+
+        results = search(axes, configure, run, trials, seed)
+    else:
+        grid = dict.fromkeys(configure(**dict(zip(axes, values, strict=True))) for values in product(*axes.values()))
+        results = [run(config) for config in grid]
+    best = pareto(results) if sweep else []
+    if plot is not None:
+        from tidegate.sim.sweep_plot import plot_results  # noqa: PLC0415  (needs matplotlib)
+
+        plot_results(plot, results, best)
+    _show(results, best, as_json)
     return 0
 
 
 def _profile(
-    machine: Machine, expert_bytes: int, recorded_bits: int, dense_us: float, token_us: float, predict_us: float
+    machine: Machine, expert_bytes: int, recorded_bits: int, times_us: dict[str, float | None], model: str | None
 ) -> Profile:
+    """``times_us``: what the flags say, if anything, of ``dense_s``, ``token_s`` and ``predict_s``."""
+    given: dict[str, Any] = {name: value * 1e-6 for name, value in times_us.items() if value is not None}
+    if model is not None:
+        headers, threads = read_headers(model, ConvertOptions()), len(os.sched_getaffinity(0))
+        found = simulated_profile(headers, EngineOptions(), machine, threads)
+        if found.expert_bytes != expert_bytes:
+            raise UsageError(
+                f"--model {model}: its experts have {found.expert_bytes:,} bytes, the trace's {expert_bytes:,}"
+            )
+        return replace(found, **given)
     bandwidth = machine.disk_bytes_per_s(expert_bytes)
     kind = "int4-g32" if recorded_bits <= 4 else "int8-g32"
     return Profile(
         expert_bytes, bandwidth, expert_bytes / machine.decode_bytes_per_s(Format.parse(kind), experts=True),
-        dense_us * 1e-6, token_us * 1e-6, max(0.0, machine.load_s(expert_bytes) - expert_bytes / bandwidth),
-        predict_us * 1e-6,
+        **{"dense_s": 300e-6, "token_s": 1e-3, "predict_s": 20e-6, **given},
+        latency_s=max(0.0, machine.load_s(expert_bytes) - expert_bytes / bandwidth),
     )  # fmt: skip
 
 
@@ -127,7 +149,13 @@ def _sweep(reader: TraceReader, tokens: int, profile: Profile, recorded_bits: in
                 raise UsageError(f"{reader.path} has no tokens")
         return cached[batch]
 
-    def make_predictor(name: str) -> Predictor | None:
+    def make_predictor(name: str) -> Foresight | None:
+        if name == "gates":
+            if not meta.guess_reach:
+                raise UsageError(
+                    f"--predictor gates: {reader.path} does not say what the gates guessed; record it again"
+                )
+            return "gates"
         if name == "oracle":
             return Oracle(meta.num_layers, meta.num_experts)
         return find_predictor(name, meta.num_layers, meta.num_experts)
@@ -148,30 +176,31 @@ def _places(memory: str | None, slots: str | None) -> list[tuple[str, str]]:
     )
 
 
-def _configurations(
-    places: list[tuple[str, str]], policy: str, predictor: str, staging: str, threshold: str, bits: str, batch: str,
-    meta: TraceMeta, expert_bytes: int, fixed_bytes: int, recorded_bits: int,
-) -> Iterable[Configuration]:  # fmt: skip
-    """The grid. A combination that differs only in what has no effect (no predictor, no prefetch) is there once."""
+def _axes(
+    places: list[tuple[str, str]], policy: str, predictor: str, staging: str, threshold: str, bits: str, batch: str
+) -> dict[str, list[Any]]:
+    """The choices, under the names that ``_configure`` takes them by."""
     for name in policy.split(","):
         policy_factory(name)
-    axes = (
-        places, policy.split(","), predictor.split(","), _numbers("--staging", staging, int, 1, 8),
-        _numbers("--threshold", threshold, float, 0, 1), _numbers("--bits", bits, int, 1, 16),
-        _numbers("--batch", batch, int, 0, 4096),
-    )  # fmt: skip
-    seen = set()
-    for (flag, text), one_policy, one_predictor, depth, limit, width, rows in product(*axes):
-        size = round(expert_bytes * (width + SCALE_BITS) / (recorded_bits + SCALE_BITS))
-        memory_bytes, layers = _slots(flag, text, meta, size, fixed_bytes)
-        active = one_predictor != "none" and depth > 1
-        config = Configuration(
-            memory_bytes, layers, one_policy, one_predictor if active else "none", depth if active else 1,
-            limit if active else 0.0, width, rows,
-        )  # fmt: skip
-        if config not in seen:
-            seen.add(config)
-            yield config
+    return {
+        "place": places, "policy": policy.split(","), "predictor": predictor.split(","),
+        "staging": _numbers("--staging", staging, int, 1, 8), "threshold": _numbers("--threshold", threshold, float, 0, 1),
+        "bits": _numbers("--bits", bits, int, 1, 16), "batch": _numbers("--batch", batch, int, 0, 4096),
+    }  # fmt: skip
+
+
+def _configure(
+    meta: TraceMeta, expert_bytes: int, fixed_bytes: int, recorded_bits: int, *, place: tuple[str, str], policy: str,
+    predictor: str, staging: int, threshold: float, bits: int, batch: int,
+) -> Configuration:  # fmt: skip
+    """What has no effect (without a predictor, or of the engine's own prefetch) is set to the same everywhere."""
+    size = round(expert_bytes * (bits + SCALE_BITS) / (recorded_bits + SCALE_BITS))
+    memory_bytes, layers = _slots(*place, meta, size, fixed_bytes)
+    if predictor == "none" or staging == 1:
+        predictor, staging, threshold = "none", 1, 0.0
+    elif predictor == "gates":
+        staging, threshold = 2, 0.0
+    return Configuration(memory_bytes, layers, policy, predictor, staging, threshold, bits, batch)
 
 
 def _slots(flag: str, text: str, meta: TraceMeta, size: int, fixed_bytes: int) -> tuple[int, tuple[int, ...]]:
@@ -198,30 +227,28 @@ def _numbers(flag: str, text: str, kind: type[int] | type[float], low: float, hi
     return values
 
 
-def _show(results: list[Result], shown: list[Result], sweep: bool, as_json: bool) -> None:
+def _show(results: list[Result], best: list[Result], as_json: bool) -> None:
+    """All results, or with a sweep the best of them."""
     if as_json:
         answer: dict[str, Any] = {"results": [result.to_json() for result in results]}
-        if sweep:
-            answer["pareto"] = [{**one.to_json(), "flags": run_flags(one.configuration)} for one in shown]
+        if best:
+            answer["pareto"] = [{**one.to_json(), "flags": run_flags(one.configuration)} for one in best]
         print(json.dumps(answer))
         return
     from rich.console import Console  # noqa: PLC0415  (tables are for people)
     from rich.table import Table  # noqa: PLC0415
 
-    table = Table(title="the best of the grid" if sweep else None, box=None, padding=(0, 1))
+    table = Table(title=f"the best of {len(results)}" if best else None, box=None, padding=(0, 1))
     columns = ["memory", "slots", "policy", "predictor", "stage", "p>", "bits", "batch", "R", "tokens/s", "hit %", "LRU",
                "Belady", "bypass", "gap closed", "stall %", "bytes/token", "wasted"]  # fmt: skip
     for name in columns:
         table.add_column(name, justify="left" if name in ("policy", "predictor") else "right", no_wrap=True)
-    for result in shown:
+    for result in best or results:
         table.add_row(*_cells(result))
     console = Console(width=None if Console().is_terminal else 200)
     console.print(table)
-    if sweep:
-        for result in shown:
-            console.print(
-                f"{result.outcome.tokens_per_s:.1f} tokens/s: {run_flags(result.configuration)}", highlight=False
-            )
+    for result in best:
+        console.print(f"{result.outcome.tokens_per_s:.1f} tokens/s: {run_flags(result.configuration)}", highlight=False)
 
 
 def _cells(result: Result) -> list[str]:

@@ -24,6 +24,7 @@ from tidegate.engine.build import Runtime, build
 from tidegate.engine.sequence import Sampled, Sequence
 from tidegate.engine.source import open_store
 from tidegate.errors import UsageError
+from tidegate.experts.lookahead import REACH
 from tidegate.experts.trace import TraceMeta, TraceWriter
 from tidegate.plan import Plan
 
@@ -158,7 +159,7 @@ class Model:
             raise UsageError("--trace has no effect: this model has no experts")
         meta = TraceMeta(
             config.num_moe_layers, config.moe.num_experts, config.moe.num_experts_per_tok, source, needs.slot_bytes,
-            needs.fixed_bytes, sketch_dims,
+            needs.fixed_bytes, sketch_dims, min(REACH, config.num_moe_layers - 1), config.moe.num_experts_per_tok,
         )  # fmt: skip
         writer = TraceWriter(path, meta)
         runtime.experts.trace = runtime.engine.trace = writer

@@ -1,7 +1,8 @@
 """Recorded routing: which experts every token used in every MoE layer. Format in docs/trace.md.
 
-Legend: T tokens (rows), L MoE layers, K experts per token. Rows are in the order in which the engine ran them; rows
-with the same ``step`` ran in one forward pass, so a layer's experts of a step are one atomic event of the cache.
+Legend: T tokens (rows), L MoE layers, K experts per token, R layers ahead, G guesses. Rows are in the order in which the
+engine ran them; rows with the same ``step`` ran in one forward pass, so a layer's experts of a step are one atomic event of
+the cache.
 """
 
 from __future__ import annotations
@@ -20,7 +21,8 @@ from numpy.typing import NDArray
 
 from tidegate.errors import CorruptFile, UsageError
 
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
+_READABLE = (1, 2)  # 1 has no guesses
 CHUNK_ROWS = 4096
 _LARGEST_MEMBER_BYTES = 1 << 30
 _BROKEN = (ValueError, EOFError, OSError, NotImplementedError, RuntimeError, zipfile.BadZipFile, zlib.error)
@@ -30,7 +32,8 @@ Array = NDArray[Any]
 @dataclass(frozen=True)
 class TraceMeta:
     """What a trace says about itself. ``expert_bytes`` (one packed expert) and ``fixed_bytes`` (all that was in memory
-    beside expert slots) are 0 when unknown; ``sketch_dims`` is the width of the hidden-state sketches, 0 for none."""
+    beside expert slots) are 0 when unknown; ``sketch_dims`` is the width of the hidden-state sketches, ``guess_reach`` how many
+    layers ahead prefetch looked, both 0 for none; ``guess_width`` how many experts it names each time at most."""
 
     num_layers: int
     num_experts: int
@@ -39,13 +42,17 @@ class TraceMeta:
     expert_bytes: int = 0
     fixed_bytes: int = 0
     sketch_dims: int = 0
+    guess_reach: int = 0
+    guess_width: int = 0
     version: int = FORMAT_VERSION
 
 
 @dataclass(frozen=True)
 class TraceChunk:
     """Consecutive rows: step, sequence, position, token int32 [T]; experts uint8 or uint16 [T, L, K], in descending gate
-    weight; weights float16 [T, L, K]; sketch float16 [T, L, sketch_dims], what each router saw, projected."""
+    weight; weights float16 [T, L, K]; sketch float16 [T, L, sketch_dims], what each router saw, projected; guesses as experts
+    [T, L, R, G], what prefetch took layer l to choose r + 1 layers before, best first (r = l: before the first layer); margins
+    float16 [T, L, R, G], how sure it was, NaN where there is no guess."""
 
     step: Array
     sequence: Array
@@ -54,10 +61,13 @@ class TraceChunk:
     experts: Array
     weights: Array
     sketch: Array
+    guesses: Array
+    margins: Array
 
 
 _MEMBERS = tuple(item.name for item in fields(TraceChunk))
-_ALWAYS = tuple(name for name in _MEMBERS if name != "sketch")
+# Arrays that are there only if that number of the meta data is not 0.
+_OPTIONAL = {"sketch": "sketch_dims", "guesses": "guess_reach", "margins": "guess_reach"}
 _Rows = dict[str, Array]
 
 
@@ -70,8 +80,8 @@ def sketch_matrix(hidden_size: int, sketch_dims: int) -> NDArray[np.float32]:
 class TraceWriter:
     """Streams a trace to ``path``: chunks of CHUNK_ROWS rows as members of a zip file, so memory stays bounded.
 
-    Call ``begin_step`` once a forward pass, ``record`` once a MoE layer in order, ``end_step``; a step that failed is
-    forgotten when the next one begins. The file appears under its name only on ``close``; until then it is
+    Call ``begin_step`` once a forward pass, ``record`` once a MoE layer in order, ``record_guess`` in between, ``end_step``; a
+    step that failed is forgotten when the next one begins. The file appears under its name only on ``close``; until then it is
     ``<path>.partial``. ``categories`` may name the kind of text of a sequence.
     """
 
@@ -84,6 +94,7 @@ class TraceWriter:
         self._done: list[_Rows] = []
         self._step: _Rows = {}
         self._layers: list[tuple[Array, Array, Array]] = []
+        self._guesses, self._margins = np.empty(0, self._expert_dtype), np.empty(0, np.float16)
         self._projection: Array | None = None
         self._num_rows = self._num_steps = self._num_chunks = 0
 
@@ -92,18 +103,29 @@ class TraceWriter:
         columns = {"sequence": sequence_T, "position": position_T, "token": token_T}
         self._step = {name: np.array(values, np.int32) for name, values in columns.items()}
         self._layers = []
+        meta = self.meta
+        shape = (len(self._step["token"]), meta.num_layers, meta.guess_reach, meta.guess_width)
+        self._guesses, self._margins = np.zeros(shape, self._expert_dtype), np.full(shape, np.nan, np.float16)
 
     def record(self, topk_expert_ids_TK: Array, topk_weights_TK: Array, hidden_TD: Array | None = None) -> None:
         """Routing of the next MoE layer of the current step, and what its router saw (all copied)."""
         ids, weights = topk_expert_ids_TK.astype(self._expert_dtype), topk_weights_TK.astype(np.float16)
         self._layers.append((ids, weights, self._sketch(hidden_TD, len(ids))))
 
+    def record_guess(self, layer: int, distance: int, ranked_TG: Array, margins_TG: Array | None = None) -> None:
+        """What prefetch takes ``layer`` to choose, ``distance`` layers before it, best first, and how sure it is (copied).
+        Without margins they are 0."""
+        width = ranked_TG.shape[1]
+        self._guesses[:, layer, distance - 1, :width] = ranked_TG
+        self._margins[:, layer, distance - 1, :width] = 0 if margins_TG is None else margins_TG
+
     def end_step(self) -> None:
         """Close the step; writes a chunk when enough rows have come together."""
         assert len(self._layers) == self.meta.num_layers, (len(self._layers), self.meta.num_layers)
         stacked = (np.stack(parts, axis=1) for parts in zip(*self._layers, strict=True))
         step = np.full(len(self._step["token"]), self._num_steps, np.int32)
-        self._add({"step": step, **self._step, **dict(zip(("experts", "weights", "sketch"), stacked, strict=True))})
+        routed = dict(zip(("experts", "weights", "sketch"), stacked, strict=True))
+        self._add({"step": step, **self._step, **routed, "guesses": self._guesses, "margins": self._margins})
         self._num_steps += 1
 
     def extend(self, chunk: TraceChunk) -> None:
@@ -141,12 +163,17 @@ class TraceWriter:
             self._flush()
 
     def _flush(self) -> None:
-        for name in _MEMBERS if self.meta.sketch_dims else _ALWAYS:
+        for name in _members(self.meta):
             with self._zip.open(f"{self._num_chunks:05d}/{name}.npy", "w") as member:
                 values = np.concatenate([rows[name] for rows in self._done])
                 np.lib.format.write_array(member, values, version=(1, 0), allow_pickle=False)
         self._num_chunks += 1
         self._num_rows, self._done = 0, []
+
+
+def _members(meta: TraceMeta) -> list[str]:
+    """The arrays of every chunk."""
+    return [name for name in _MEMBERS if name not in _OPTIONAL or getattr(meta, _OPTIONAL[name])]
 
 
 class TraceReader:
@@ -164,9 +191,11 @@ class TraceReader:
             raise UsageError(f"{path}: no such trace") from None
         except (KeyError, AttributeError, *_BROKEN) as error:
             raise CorruptFile(path, 0, "not a complete trace", "a zip with meta.json", error) from None
-        if version != FORMAT_VERSION:
+        if version not in _READABLE:
             self.close()
-            raise CorruptFile(path, 0, "trace version", FORMAT_VERSION, f"{version} (written by another Tidegate?)")
+            raise CorruptFile(
+                path, 0, "trace version", " or ".join(map(str, _READABLE)), f"{version} (written by another Tidegate?)"
+            )
         try:
             self.meta = TraceMeta(**data)
             self._check_meta()
@@ -186,7 +215,8 @@ class TraceReader:
         meta = self.meta
         limits = {
             "num_layers": (1, 1024), "num_experts": (1, 65536), "num_experts_per_tok": (1, meta.num_experts),
-            "sketch_dims": (0, 65536), "expert_bytes": (0, 1 << 50), "fixed_bytes": (0, 1 << 50),
+            "sketch_dims": (0, 65536), "guess_reach": (0, 8), "guess_width": (0, meta.num_experts),
+            "expert_bytes": (0, 1 << 50), "fixed_bytes": (0, 1 << 50),
         }  # fmt: skip
         for name, (low, high) in limits.items():
             value = getattr(meta, name)
@@ -196,20 +226,23 @@ class TraceReader:
 
     def _chunk(self, index: int) -> TraceChunk:
         meta = self.meta
-        names = _MEMBERS if meta.sketch_dims else _ALWAYS
-        columns = {name: self._member(f"{index:05d}/{name}.npy") for name in names}
-        rows = len(columns["step"])
-        routed = (rows, meta.num_layers, meta.num_experts_per_tok)
-        shapes = {"experts": routed, "weights": routed, "sketch": (rows, meta.num_layers, meta.sketch_dims)}
+        columns = {name: self._member(f"{index:05d}/{name}.npy") for name in _members(meta)}
+        rows, layers, top = len(columns["step"]), meta.num_layers, meta.num_experts_per_tok
+        shapes: dict[str, tuple[int, ...]] = {
+            "experts": (rows, layers, top), "weights": (rows, layers, top), "sketch": (rows, layers, meta.sketch_dims),
+            "guesses": (rows, layers, meta.guess_reach, meta.guess_width),
+            "margins": (rows, layers, meta.guess_reach, meta.guess_width),
+        }  # fmt: skip
         for name, values in columns.items():
             wanted = shapes.get(name, (rows,))
             if values.shape != wanted:
                 raise CorruptFile(self.path, 0, f"shape of {index:05d}/{name}", wanted, values.shape)
-        if rows and int(columns["experts"].max()) >= self.meta.num_experts:
-            raise CorruptFile(
-                self.path, 0, f"expert id in chunk {index}", f"< {self.meta.num_experts}", columns["experts"].max()
-            )
-        columns.setdefault("sketch", np.empty((rows, meta.num_layers, 0), np.float16))
+        for name in ("experts", "guesses"):
+            largest = int(columns[name].max(initial=0)) if name in columns else 0
+            if largest >= meta.num_experts:
+                raise CorruptFile(self.path, 0, f"expert id in {index:05d}/{name}", f"< {meta.num_experts}", largest)
+        for name in set(_OPTIONAL).difference(columns):
+            columns[name] = np.empty(shapes[name], columns["experts" if name == "guesses" else "weights"].dtype)
         return TraceChunk(**columns)
 
     def _member(self, name: str) -> Array:

@@ -50,8 +50,9 @@ def import_arrays(
         experts = experts_TLK[part].astype(np.uint8 if num_experts <= 256 else np.uint16)
         weights = np.zeros(experts.shape, np.float16) if weights_TLK is None else weights_TLK[part].astype(np.float16)
         sketch = np.empty((*experts.shape[:2], 0), np.float16)
+        none = np.empty((*experts.shape[:2], 0, 0))
         columns = (step_T[part], sequence_T[part], position_T[part], token_T[part])
-        writer.extend(TraceChunk(*columns, experts, weights, sketch))
+        writer.extend(TraceChunk(*columns, experts, weights, sketch, none, none))
     writer.close()
 
 

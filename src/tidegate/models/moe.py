@@ -76,8 +76,7 @@ class MoeBlock(Generic[A]):
         placements = experts.cache.visit(weights.layer, needed, rows)
         try:
             first = next(placements)  # the loads are on their way from here on
-            if experts.lookahead is not None:
-                self._look_ahead(experts.lookahead, residual, rows)
+            self._look_ahead(residual, rows)
             shared = self._shared(x)
             everything = chain((first,), placements)
             out = backend.moe(x, routing, self._layout, everything, experts.slots, self._activation)
@@ -90,20 +89,28 @@ class MoeBlock(Generic[A]):
             return backend.add(out, shared)
         return backend.add_gated(out, shared, x, weights.shared_gate)
 
-    def _look_ahead(self, lookahead: Lookahead, residual: A, rows: list[list[int]]) -> None:
-        """What the gates of the next layers say of a hidden state that this layer has not changed yet."""
+    def _look_ahead(self, residual: A, rows: list[list[int]]) -> None:
+        """What the gates of the next layers say of a hidden state that this layer has not changed yet. A trace wants to know
+        in any case."""
         backend, layer = self._backend, self._weights.layer
-        if layer == 0:
-            lookahead.begin_step(len(rows))
-        lookahead.after_route(layer, set().union(*rows))
-        if not lookahead.wants_guesses:
+        lookahead, trace = self._experts.lookahead, self._experts.trace
+        if lookahead is not None:
+            if layer == 0:
+                lookahead.begin_step(len(rows))
+            lookahead.after_route(layer, set().union(*rows))
+        is_wanted = lookahead is not None and lookahead.wants_guesses
+        is_traced = trace is not None and trace.meta.guess_reach > 0
+        if not is_wanted and not is_traced:
             return
         for distance, weights in enumerate(self._following, start=1):
             mark = backend.mark()
             guess = backend.route(backend.norm(residual, weights.norm), weights.router)
             backend.release(mark)
-            for ranked in guess.topk_expert_ids_TK.tolist():
-                lookahead.foresee(weights.layer, distance, ranked)
+            if trace is not None and is_traced:
+                trace.record_guess(weights.layer, distance, guess.topk_expert_ids_TK)
+            if lookahead is not None and is_wanted:
+                for ranked in guess.topk_expert_ids_TK.tolist():
+                    lookahead.foresee(weights.layer, distance, ranked)
 
     def _shared(self, x: A) -> A | None:
         weights = self._weights

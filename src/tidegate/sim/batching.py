@@ -1,7 +1,7 @@
 """Other batch sizes than the recorded one: the sequences of a trace, decoded side by side.
 
 First come, first served, as the engine's scheduler does with decoding sequences: up to B run, everybody gets one token a
-step, and who ends makes room for the next. Legend: T tokens (rows), L MoE layers, K experts per token.
+step, and who ends makes room for the next. Legend: T tokens (rows), L MoE layers, K experts per token, R layers ahead, G guesses.
 """
 
 from __future__ import annotations
@@ -17,12 +17,14 @@ from tidegate.sim.replay import Array, Step, needed
 
 @dataclass(frozen=True)
 class Recorded:
-    """One sequence of a trace: token int32 [T], experts [T, L, K], sketch [T, L, S]."""
+    """One sequence of a trace: token int32 [T], experts [T, L, K], sketch [T, L, S], guesses and margins [T, L, R, G]."""
 
     sequence: int
     token_T: Array
     experts_TLK: Array
     sketch_TLS: Array
+    guesses_TLRG: Array
+    margins_TLRG: Array
 
 
 def sequences(chunks: Iterable[TraceChunk]) -> Iterator[Recorded]:
@@ -36,7 +38,8 @@ def sequences(chunks: Iterable[TraceChunk]) -> Iterator[Recorded]:
             yield _joined(sequence, open_parts.pop(sequence))
         for sequence in dict.fromkeys(chunk.sequence.tolist()):
             rows = rows_of[sequence]
-            open_parts.setdefault(sequence, []).append((chunk.token[rows], chunk.experts[rows], chunk.sketch[rows]))
+            columns = (chunk.token, chunk.experts, chunk.sketch, chunk.guesses, chunk.margins)
+            open_parts.setdefault(sequence, []).append(tuple(column[rows] for column in columns))
     for sequence, parts in open_parts.items():
         yield _joined(sequence, parts)
 
@@ -55,7 +58,10 @@ def batched(chunks: Iterable[TraceChunk], batch: int) -> Iterator[Step]:
         if not running:
             return
         experts_TLK = np.stack([one.experts_TLK[at] for one, at in running])
-        sketch_TLS = np.stack([one.sketch_TLS[at] for one, at in running])
+        sketch_TLS, guesses_TLRG, margins_TLRG = (
+            np.stack([getattr(one, name)[at] for one, at in running])
+            for name in ("sketch_TLS", "guesses_TLRG", "margins_TLRG")
+        )
         ids, tokens = [one.sequence for one, _ in running], [int(one.token_T[at]) for one, at in running]
-        yield Step(ids, tokens, experts_TLK, sketch_TLS, needed(experts_TLK))
+        yield Step(ids, tokens, experts_TLK, sketch_TLS, guesses_TLRG, margins_TLRG, needed(experts_TLK))
         running = [(one, at + 1) for one, at in running if at + 1 < len(one.token_T)]

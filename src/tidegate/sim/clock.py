@@ -22,21 +22,22 @@ class _Speculation:
 
 
 class ClockLoader(Loader):
-    """``now_s`` is set by whoever simulates, and only ever grows. ``latency_s`` is paid once a load."""
+    """``now_s`` is set by whoever simulates, and only ever grows. A load that finds the channel
+    idle pays ``latency_s``; one that waits in the queue is ready to go when its turn comes."""
 
     def __init__(self, num_slots: int, expert_bytes: int, bandwidth_bytes_per_s: float, latency_s: float = 0.0) -> None:
         self.now_s = 0.0
         self.demand_bytes = self.speculative_bytes = 0
         self.busy_s = 0.0
+        self._asked_s = (0.0, 0.0)  # busy, now
         self._ready_s = [0.0] * num_slots
         self._free_s = 0.0
         self._expert_bytes, self._bandwidth, self._latency_s = expert_bytes, bandwidth_bytes_per_s, latency_s
-        self._load_s = latency_s + expert_bytes / bandwidth_bytes_per_s
         self._queue: deque[_Speculation] = deque()
 
     def load(self, key: ExpertKey, slot: int, *, demand: bool) -> None:
         if demand:
-            self._serve(slot, self._expert_bytes, self._load_s)
+            self._serve(slot, self._expert_bytes)
         else:
             self._ready_s[slot] = _NEVER
             self._queue.append(_Speculation(slot, self.now_s, self._expert_bytes))
@@ -52,22 +53,32 @@ class ClockLoader(Loader):
         self._catch_up()
         job = self._take(slot)
         if job is not None:
-            latency_s = self._latency_s if job.left_bytes == self._expert_bytes else 0.0
-            self._serve(slot, job.left_bytes, latency_s + job.left_bytes / self._bandwidth)
+            self._serve(slot, job.left_bytes)
 
     def is_ready(self, slot: int) -> bool:
         if self._queue:
             self._catch_up()
         return self._ready_s[slot] <= self.now_s
 
+    def busy_ratio(self) -> float:
+        """How much of the time since the last call the channel was busy, 0 to 1."""
+        self._catch_up()
+        busy_s = self.busy_s - max(0.0, self._free_s - self.now_s)
+        before_s, self._asked_s = self._asked_s, (busy_s, self.now_s)
+        elapsed_s = self.now_s - before_s[1]
+        return min(1.0, (busy_s - before_s[0]) / elapsed_s) if elapsed_s > 0 else 0.0
+
     def ready_s(self, slot: int) -> float:
         """When the slot's bytes are there. It must not be waiting as a speculation: demand and promoted loads only."""
         return self._ready_s[slot]
 
-    def _serve(self, slot: int, nbytes: int, duration_s: float) -> None:
+    def _serve(self, slot: int, nbytes: int) -> None:
         if self._queue:
             self._catch_up()
-        start_s = self._free_s if self._free_s > self.now_s else self.now_s
+        duration_s, start_s = nbytes / self._bandwidth, self._free_s
+        if start_s <= self.now_s:
+            start_s = self.now_s
+            duration_s += self._latency_s if nbytes == self._expert_bytes else 0.0
         self._free_s = self._ready_s[slot] = start_s + duration_s
         self.busy_s += duration_s
         self.demand_bytes += nbytes
@@ -80,7 +91,8 @@ class ClockLoader(Loader):
             if start_s >= self.now_s:
                 return
             nbytes = min(CHUNK_BYTES, job.left_bytes)
-            duration_s = nbytes / self._bandwidth + (self._latency_s if job.left_bytes == self._expert_bytes else 0.0)
+            was_idle = self._free_s <= job.queued_s and job.left_bytes == self._expert_bytes
+            duration_s = nbytes / self._bandwidth + (self._latency_s if was_idle else 0.0)
             self._free_s = start_s + duration_s
             self.busy_s += duration_s
             self.speculative_bytes += nbytes

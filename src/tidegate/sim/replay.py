@@ -1,6 +1,6 @@
 """Replays a trace through the engine's own ExpertCache: demand loads only, no clock, hit counts equal to the engine's.
 
-Legend: T rows, L MoE layers, K experts per token.
+Legend: T rows, L MoE layers, K experts per token, R layers ahead, G guesses.
 """
 
 from __future__ import annotations
@@ -38,13 +38,15 @@ class InstantLoader(Loader):
 
 @dataclass(frozen=True)
 class Step:
-    """One forward pass: its rows, and for every layer the distinct experts that they need, ascending. ``sketch_TLS`` is empty
-    for a trace without sketches."""
+    """One forward pass: its rows, and for every layer the distinct experts that they need, ascending. ``sketch_TLS``,
+    ``guesses_TLRG`` and ``margins_TLRG`` are empty for a trace without them."""
 
     sequence_T: list[int]
     token_T: list[int]
     experts_TLK: Array
     sketch_TLS: Array
+    guesses_TLRG: Array
+    margins_TLRG: Array
     needed_L: list[list[int]]
 
 
@@ -59,7 +61,8 @@ def whole_steps(chunks: Iterable[TraceChunk]) -> Iterator[Step]:
                 yield _step(pending)
                 pending = []
             part = slice(start, stop)
-            pending.append((chunk.sequence[part], chunk.token[part], chunk.experts[part], chunk.sketch[part]))
+            columns = (chunk.sequence, chunk.token, chunk.experts, chunk.sketch, chunk.guesses, chunk.margins)
+            pending.append(tuple(column[part] for column in columns))
             pending_step = int(chunk.step[start])
     if pending:
         yield _step(pending)
@@ -71,11 +74,9 @@ def steps(chunks: Iterable[TraceChunk]) -> Iterator[list[list[int]]]:
 
 
 def _step(parts: Sequence[tuple[Array, ...]]) -> Step:
-    if len(parts) == 1:
-        sequence, token, experts, sketch = parts[0]
-    else:
-        sequence, token, experts, sketch = (np.concatenate(columns) for columns in zip(*parts, strict=True))
-    return Step(sequence.tolist(), token.tolist(), experts, sketch, needed(experts))
+    columns = parts[0] if len(parts) == 1 else [np.concatenate(pieces) for pieces in zip(*parts, strict=True)]
+    sequence, token, experts, sketch, guesses, margins = columns
+    return Step(sequence.tolist(), token.tolist(), experts, sketch, guesses, margins, needed(experts))
 
 
 def needed(experts_TLK: Array) -> list[list[int]]:

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from tidegate.errors import UsageError
 from tidegate.experts.trace import TraceChunk
-from tidegate.sim.batching import Recorded, sequences
+from tidegate.sim.batching import sequences
 
 Array = NDArray[Any]
 
@@ -79,14 +79,14 @@ def read_rows(chunks: Iterable[TraceChunk], num_experts: int, most_tokens: int |
         left = len(one.token_T) if most_tokens is None else most_tokens - total
         if left <= 0:
             break
-        taken.append(Recorded(one.sequence, one.token_T[:left], one.experts_TLK[:left], one.sketch_TLS[:left]))
-        total += len(taken[-1].token_T)
+        taken.append((one.sequence, one.token_T[:left], one.experts_TLK[:left], one.sketch_TLS[:left]))
+        total += len(taken[-1][1])
     if not total:
         raise UsageError("the trace has no tokens")
-    offsets = np.cumsum([0, *(len(one.token_T) for one in taken)])
-    columns = zip(*((one.token_T, one.experts_TLK, one.sketch_TLS) for one in taken), strict=True)
-    token_T, experts_TLK, sketch_TLS = (np.concatenate(parts) for parts in columns)
-    return Rows([one.sequence for one in taken], offsets, token_T, experts_TLK, sketch_TLS, num_experts)
+    ids, *columns = zip(*taken, strict=True)
+    offsets = np.cumsum([0, *map(len, columns[0])])
+    token_T, experts_TLK, sketch_TLS = map(np.concatenate, columns)
+    return Rows(list(ids), offsets, token_T, experts_TLK, sketch_TLS, num_experts)
 
 
 def decayed_before(hot_TLE: Array, is_first_T: Array, fade: float) -> Array:

@@ -13,10 +13,9 @@ from tidegate.errors import UsageError
 from tidegate.experts.base import CacheCounters
 from tidegate.experts.cache import ExpertCache
 from tidegate.experts.policy import PolicyFactory
-from tidegate.experts.predictor import Predictor
-from tidegate.experts.prefetch import Prefetcher, PrefetchOptions
+from tidegate.experts.prefetch import PrefetchOptions
+from tidegate.sim.ahead import Ahead, Foresight, make_ahead
 from tidegate.sim.clock import ClockLoader
-from tidegate.sim.oracle import Oracle
 from tidegate.sim.replay import Step
 
 
@@ -24,7 +23,7 @@ from tidegate.sim.replay import Step
 class Profile:
     """A machine and a model in seconds and bytes. ``dense_s``: everything of a layer but its routed experts; ``expert_s``: one
     expert's computation, once a step however many rows use it (decoding reads its weights once); ``token_s``: embedding,
-    logits and sampling of a step; ``predict_s``: one call of a predictor."""
+    logits and sampling of a step; ``predict_s``: one call of a predictor, or one gate asked."""
 
     expert_bytes: int
     bandwidth_bytes_per_s: float
@@ -85,26 +84,29 @@ def simulate(
     num_experts: int,
     make_policy: PolicyFactory,
     profile: Profile,
-    predictor: Predictor | None = None,
+    predictor: Foresight | None = None,
     prefetch: PrefetchOptions | None = None,
     *,
     share: bool = False,
 ) -> Outcome:
     """Run all steps with ``capacities[l]`` slots in layer l, which is only how it starts with ``share``, and caches that are
-    empty at first. Without a predictor there are demand loads only."""
+    empty at first. Without a predictor there are demand loads only; "gates" is the engine's own prefetch, on the guesses of the
+    trace."""
     loader = ClockLoader(sum(capacities), profile.expert_bytes, profile.bandwidth_bytes_per_s, profile.latency_s)
     cache = ExpertCache(capacities, num_experts, make_policy, loader, share=share)
-    prefetcher = Prefetcher(cache, predictor, prefetch or PrefetchOptions()) if predictor is not None else None
+
+    def spend(predictions: int) -> None:
+        loader.now_s += predictions * profile.predict_s
+
+    ahead = make_ahead(predictor, cache, loader, prefetch or PrefetchOptions(), spend) if predictor else None
     outcome = Outcome(counters=cache.counters)
     layers = range(len(capacities))
     for step in steps:
-        if prefetcher is not None:
-            if isinstance(predictor, Oracle):
-                predictor.reveal(step.needed_L)
-            prefetcher.begin_step(step.sequence_T, step.token_T)
+        if ahead is not None:
+            ahead.begin_step(step)
         for layer in layers:
             loader.now_s += profile.dense_s
-            _visit(cache, loader, layer, step, profile, prefetcher, outcome)
+            _visit(cache, loader, layer, step, profile.expert_s, ahead, outcome)
         loader.now_s += profile.token_s
         outcome.tokens += len(step.token_T)
         outcome.steps += 1
@@ -117,18 +119,13 @@ def simulate(
 
 
 def _visit(
-    cache: ExpertCache, loader: ClockLoader, layer: int, step: Step, profile: Profile, prefetcher: Prefetcher | None,
-    outcome: Outcome,
+    cache: ExpertCache, loader: ClockLoader, layer: int, step: Step, expert_s: float, ahead: Ahead | None, outcome: Outcome
 ) -> None:  # fmt: skip
     """One layer's experts: compute each when it is there; look ahead once the layer's own loads are queued."""
-    expert_s = profile.expert_s
     for placement in cache.visit(layer, step.needed_L[layer], step.experts_TLK[:, layer].tolist()):
-        if prefetcher is not None:
-            before = prefetcher.predictions
-            sketch_TS = step.sketch_TLS[:, layer] if step.sketch_TLS.shape[2] else None
-            prefetcher.after_route(layer, step.experts_TLK[:, layer], sketch_TS)
-            loader.now_s += (prefetcher.predictions - before) * profile.predict_s
-            prefetcher = None
+        if ahead is not None:
+            ahead.after_route(layer)
+            ahead = None
         now_s = loader.now_s
         for ready_s in sorted(map(loader.ready_s, placement.slots)):
             if ready_s > now_s:

@@ -10,8 +10,8 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from tidegate.experts.policy import policy_factory
-from tidegate.experts.predictor import Predictor
 from tidegate.experts.prefetch import PrefetchOptions
+from tidegate.sim.ahead import Foresight
 from tidegate.sim.belady import belady_hits
 from tidegate.sim.replay import Step
 from tidegate.sim.simulate import Outcome, Profile, simulate
@@ -85,7 +85,7 @@ class Sweep:
         num_experts_per_tok: int,
         profile: Profile,
         recorded_bits: int,
-        make_predictor: Callable[[str], Predictor | None],
+        make_predictor: Callable[[str], Foresight | None],
         most: int = 4,
         *,
         share: bool = True,
@@ -132,25 +132,31 @@ def pareto(results: Sequence[Result]) -> list[Result]:
     """Those that no other beats: at least as many tokens/s, at most as much memory, at least as many bits (the proxy of
     quality), and one of them strictly. Fastest first."""
 
-    def key(result: Result) -> tuple[float, int, int]:
-        config = result.configuration
-        memory = config.memory_bytes or sum(config.slots)
-        return result.outcome.tokens_per_s, -memory, config.bits
-
     best = [
         one for one in results
-        if not any(other is not one and _beats(key(other), key(one)) for other in results)
+        if not any(other is not one and _beats(goals(other), goals(one)) for other in results)
     ]  # fmt: skip
-    return sorted(best, key=key, reverse=True)
+    return sorted(best, key=goals, reverse=True)
 
 
-def _beats(other: tuple[float, int, int], one: tuple[float, int, int]) -> bool:
+NUM_GOALS = 3
+
+
+def goals(result: Result) -> tuple[float, float, int]:
+    """What a sweep wants as large as possible: tokens/s, memory saved, and bits, which stand for quality."""
+    config = result.configuration
+    memory = config.memory_bytes or sum(config.slots) * (config.bits + SCALE_BITS)
+    return result.outcome.tokens_per_s, -memory, config.bits
+
+
+def _beats(other: tuple[float, float, int], one: tuple[float, float, int]) -> bool:
     return other != one and all(a >= b for a, b in zip(other, one, strict=True))
 
 
 def run_flags(config: Configuration) -> str:
-    """The flags of ``tidegate run`` that give this configuration, as far as the engine has them."""
-    parts = [f"--policy {config.policy}"]
+    """The flags of ``tidegate run`` that give this configuration, as far as the engine has them: its prefetch is its own
+    (``gates``), its batch is who asks at the same time."""
+    parts = [f"--policy {config.policy}", "--prefetch off" if config.predictor == "none" else "--prefetch auto"]
     if config.memory_bytes:
         gib, rest = divmod(config.memory_bytes, 1 << 30)
         parts.insert(0, f"--memory {config.memory_bytes}B" if rest else f"--memory {gib}GiB")

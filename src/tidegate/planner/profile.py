@@ -1,0 +1,43 @@
+"""A model on a machine as the simulator's clock wants it: the forecast's seconds, layer by layer."""
+
+from __future__ import annotations
+
+from tidegate.config import EngineOptions
+from tidegate.engine.needs import PackedModel, needs_of, sizes_of
+from tidegate.errors import UsageError
+from tidegate.plan import make_plan
+from tidegate.planner.card import expected_process
+from tidegate.planner.forecast import make_forecast
+from tidegate.planner.machine import Machine
+from tidegate.planner.routing import HitRates
+from tidegate.sim.simulate import Profile
+
+
+def simulated_profile(model: PackedModel, options: EngineOptions, machine: Machine, threads: int) -> Profile:
+    """Decode steps of one token at half the context. Dense layers, should there be any, count with the MoE layers. Raises
+    UsageError for a model without experts."""
+    config, moe = model.config, model.config.moe
+    if moe is None or not model.layouts:
+        raise UsageError("--model: this model has no experts, so there is nothing to simulate")
+    needs = needs_of(model, options, expected_process(machine, config.vocab_size), threads)
+    plan, all_here = make_plan(needs.largest_useful_bytes, needs), HitRates(1.0, 1.0, 1.0, "all resident")
+    step = make_forecast(
+        model, plan, sizes_of(config, options), machine, all_here, threads=threads, prompt_tokens=1, prefetch=False
+    ).step  # fmt: skip
+    head = model.dense["embed" if config.tied_embeddings else "head"]
+    head_s = head.nbytes / machine.decode_bytes_per_s(head.fmt)
+    layers, nbytes = config.num_moe_layers, needs.slot_bytes
+    bandwidth = machine.disk_bytes_per_s(nbytes)
+    gate_bytes = 4 * moe.num_experts * config.hidden_size
+    return Profile(
+        nbytes,
+        bandwidth,
+        expert_s=step.experts_s / (layers * moe.num_experts_per_tok),
+        dense_s=max(0.0, step.weights_s - head_s + step.kv_s + step.overhead_s) / layers,
+        token_s=head_s,
+        latency_s=max(0.0, machine.load_s(nbytes) - nbytes / bandwidth),
+        predict_s=_GATE_SHARE * machine.layer_s + gate_bytes / machine.decode_bytes_per_s(None),
+    )
+
+
+_GATE_SHARE = 0.1  # of what a layer costs beside its weights: two calls of some twenty
