@@ -53,12 +53,12 @@ class HeadProduct {
   std::int64_t end_panel(std::int64_t head) const { return ((head + 1) * rows_a_head_ + kPanelRows - 1) / kPanelRows; }
 
   void prepare(const HeadRows& x) {
-    for (int h = 0; h < heads_; ++h) inputs_.emplace_back(compute_, weight_.format, tokens_, weight_.k, table_.tile_tokens);
+    for (int h = 0; h < heads_; ++h) inputs_.emplace_back(compute_, weight_.format, tokens_, weight_.k, table_.tile_shape(weight_.format));
     compute_.pool.parallel_for(tokens_ * heads_, 16, [&](std::int64_t begin, std::int64_t end, int) {
       for (std::int64_t item = begin; item < end; ++item) {
         const std::int64_t t = item / heads_, h = item % heads_;
-        table_.prepare(weight_.format, x.at(t, h), 0, weight_.k,
-                       inputs_[static_cast<std::size_t>(h)].tile(t / table_.tile_tokens), static_cast<int>(t % table_.tile_tokens));
+        const PreparedRows& input = inputs_[static_cast<std::size_t>(h)];
+        table_.prepare(weight_.format, x.at(t, h), 0, weight_.k, input.tile_of(t), input.row_of(t));
       }
     });
   }

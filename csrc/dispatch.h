@@ -6,7 +6,8 @@
 
 namespace tidegate {
 
-enum class Isa { portable, avx2, avx512 };
+// amx: products of tiles of more than a few tokens in the matrix unit, everything else as avx512.
+enum class Isa { portable, avx2, avx512, amx };
 
 const char* isa_name(Isa isa);
 // The instruction set of that name; nullopt for an unknown one. Says nothing about this processor.

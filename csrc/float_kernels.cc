@@ -9,7 +9,7 @@ extern const FloatKernels float_avx2, float_avx512;
 
 const FloatKernels& float_kernels(Isa isa) {
 #if defined(__x86_64__)
-  if (isa == Isa::avx512) return float_avx512;
+  if (isa == Isa::avx512 || isa == Isa::amx) return float_avx512;
   if (isa == Isa::avx2) return float_avx2;
 #else
   static_cast<void>(isa);

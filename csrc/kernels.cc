@@ -4,11 +4,12 @@ namespace tidegate {
 
 extern const Kernels kernels_portable;
 #if defined(__x86_64__)
-extern const Kernels kernels_avx2, kernels_avx512;
+extern const Kernels kernels_avx2, kernels_avx512, kernels_amx;
 #endif
 
 const Kernels& kernels(Isa isa) {
 #if defined(__x86_64__)
+  if (isa == Isa::amx) return kernels_amx;
   if (isa == Isa::avx512) return kernels_avx512;
   if (isa == Isa::avx2) return kernels_avx2;
 #endif

@@ -12,15 +12,28 @@
 
 namespace tidegate {
 
-// Inputs of up to kernels.tile_tokens tokens, prepared for a weight format. The tokens are interleaved so that a kernel
+// Inputs of up to tile_shape(format).tokens tokens, prepared for a weight format. The tokens are interleaved so that a kernel
 // walks through memory in one direction: for integer formats `codes` is [K/4][tokens][4] int8, `scales` and `sums`
 // [groups][tokens]; for f32 and bf16 `values` is [K][tokens]. K is padded with zeros to the format's multiple.
+// Matrix units want rows instead: then `codes` is [tokens][row_bytes].
 struct Tile {
   int tokens = 0;
   std::int8_t* codes = nullptr;
   float* scales = nullptr;
   std::int32_t* sums = nullptr;  // sum of a group's codes, times what the instruction set's kernel wants
   float* values = nullptr;
+  std::int64_t row_bytes = 0;  // 0: interleaved
+
+  bool has_rows() const { return row_bytes > 0 || tokens == 1; }
+  // Where the codes of four inputs of token m, from input i on, are.
+  std::int8_t* codes_at(std::int64_t i, int m) const {
+    return codes + (row_bytes > 0 ? m * row_bytes + i : i * tokens + 4 * m);
+  }
+};
+
+// Tiles hold up to `tokens` tokens; those of more than `interleaved` have their codes in rows.
+struct TileShape {
+  int tokens = 1, interleaved = 1;
 };
 
 // One or two panels of 16 rows against one tile of tokens. Two panels share the loads of the inputs.
@@ -51,9 +64,9 @@ constexpr int kMaxTileTokens = 16;
 struct Kernels {
   using TileFn = void (*)(const TileJob&);
 
-  int tile_tokens;  // the widest tile
+  TileShape (*tile_shape)(const WeightFormat&);  // the widest tile
   int tile_panels;  // how many panels a kernel takes at most: two where registers allow
-  // The kernel of a format for a tile of 1..tile_tokens tokens and 1..tile_panels panels.
+  // The kernel of a format for a tile of 1..tile_shape(format).tokens tokens and 1..tile_panels panels.
   TileFn (*tile_fn)(const WeightFormat&, int tokens, int panels);
   // Makes inputs [first, first + count) of token `m` of the tile from x; pads with zeros to the format's multiple, of
   // which `first` is one.

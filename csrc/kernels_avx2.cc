@@ -6,7 +6,7 @@
 
 namespace tidegate {
 
-extern const Kernels kernels_avx2 = {Avx2::kTileTokens, Avx2::kTilePanels, find_tile_fn<Avx2>,
+extern const Kernels kernels_avx2 = {tile_shape<Avx2>, Avx2::kTilePanels, find_tile_fn<Avx2>,
                                      prepare<Avx2>, activate<Avx2>, weighted_sum<Avx2>};
 
 }  // namespace tidegate

@@ -6,7 +6,7 @@
 
 namespace tidegate {
 
-extern const Kernels kernels_avx512 = {Avx512::kTileTokens, Avx512::kTilePanels, find_tile_fn<Avx512>,
+extern const Kernels kernels_avx512 = {tile_shape<Avx512>, Avx512::kTilePanels, find_tile_fn<Avx512>,
                                        prepare<Avx512>, activate<Avx512>, weighted_sum<Avx512>};
 
 }  // namespace tidegate

@@ -7,7 +7,7 @@
 
 namespace tidegate {
 
-extern const Kernels kernels_portable = {Portable::kTileTokens, Portable::kTilePanels, find_tile_fn<Portable>,
+extern const Kernels kernels_portable = {tile_shape<Portable>, Portable::kTilePanels, find_tile_fn<Portable>,
                                          prepare<Portable>, activate<Portable>, weighted_sum<Portable>};
 
 }  // namespace tidegate

@@ -35,9 +35,9 @@ void add_bias(const TileJob::Panel& panel, std::int64_t stride, int tokens, cons
 }  // namespace
 
 PreparedRows::PreparedRows(Compute& compute, const WeightFormat& format, std::int64_t tokens, std::int64_t k,
-                           int tile_tokens)
+                           TileShape shape)
     : tokens_(tokens), padded_k_(format.padded_k(k)), groups_(format.is_integer() ? padded_k_ / format.group : 0),
-      tile_tokens_(tile_tokens) {
+      shape_(shape) {
   if (format.is_integer()) {
     all_.codes = compute.workspace.array<std::int8_t>(tokens * padded_k_);
     all_.scales = compute.workspace.array<float>(tokens * groups_);
@@ -48,25 +48,29 @@ PreparedRows::PreparedRows(Compute& compute, const WeightFormat& format, std::in
 }
 
 PreparedRows PreparedRows::of(Compute& compute, const WeightFormat& format, const Matrix& x, std::int64_t k,
-                              int tile_tokens) {
-  PreparedRows rows(compute, format, x.rows, k, tile_tokens);
+                              TileShape shape) {
+  PreparedRows rows(compute, format, x.rows, k, shape);
   const auto prepare = kernels(compute.isa).prepare;
   const std::int64_t grain = std::max<std::int64_t>(1, kSerialInputs / std::max<std::int64_t>(1, k));
   compute.pool.parallel_for(x.rows, grain, [&](std::int64_t begin, std::int64_t end, int) {
     for (std::int64_t t = begin; t < end; ++t)
-      prepare(format, x.row(t), 0, k, rows.tile(t / tile_tokens), static_cast<int>(t % tile_tokens));
+      prepare(format, x.row(t), 0, k, rows.tile_of(t), rows.row_of(t));
   });
   return rows;
 }
 
 void PreparedRows::copy_row(const PreparedRows& source, std::int64_t from, std::int64_t to) const {
-  const Tile input = source.tile(from), output = tile(to / tile_tokens_);
-  const std::int64_t m = to % tile_tokens_, stride = output.tokens;
+  const Tile input = source.tile(from), output = tile_of(to);
+  const int m = row_of(to);
+  const std::int64_t stride = output.tokens;
   if (output.values) {
     for (std::int64_t i = 0; i < padded_k_; ++i) output.values[i * stride + m] = input.values[i];
     return;
   }
-  for (std::int64_t i = 0; i < padded_k_ / 4; ++i) std::memcpy(output.codes + 4 * (i * stride + m), input.codes + 4 * i, 4);
+  if (output.has_rows())
+    std::memcpy(output.codes_at(0, m), input.codes, static_cast<std::size_t>(padded_k_));
+  else
+    for (std::int64_t i = 0; i < padded_k_; i += 4) std::memcpy(output.codes_at(i, m), input.codes + i, 4);
   for (std::int64_t g = 0; g < groups_; ++g) {
     output.scales[g * stride + m] = input.scales[g];
     output.sums[g * stride + m] = input.sums[g];
@@ -118,8 +122,8 @@ namespace {
 // Two rows a token: its codes, then the codes of the rest.
 PreparedRows prepare_wide(Compute& compute, const WeightFormat& format, const Matrix& x, std::int64_t k) {
   const Kernels& table = kernels(compute.isa);
-  const PreparedRows rows(compute, format, 2 * x.rows, k, table.tile_tokens);
-  const PreparedRows high = PreparedRows::of(compute, format, x, k, 1);
+  const PreparedRows rows(compute, format, 2 * x.rows, k, table.tile_shape(format));
+  const PreparedRows high = PreparedRows::of(compute, format, x, k, {});
   const Matrix rest = compute.workspace.matrix(x.rows, k);
   const std::int64_t grain = std::max<std::int64_t>(1, kSerialInputs / k);
   compute.pool.parallel_for(x.rows, grain, [&](std::int64_t begin, std::int64_t end, int) {
@@ -129,7 +133,7 @@ PreparedRows prepare_wide(Compute& compute, const WeightFormat& format, const Ma
         rest.row(t)[i] = x.row(t)[i] - codes.scales[i / format.group] * static_cast<float>(codes.codes[i]);
       const std::int64_t low = 2 * t + 1;
       rows.copy_row(high, t, 2 * t);
-      table.prepare(format, rest.row(t), 0, k, rows.tile(low / table.tile_tokens), static_cast<int>(low % table.tile_tokens));
+      table.prepare(format, rest.row(t), 0, k, rows.tile_of(low), rows.row_of(low));
     }
   });
   return rows;
@@ -141,8 +145,9 @@ void product(Compute& compute, const Matrix& x, const PackedMatrix& weight, floa
   if (x.rows == 0) return;  // a step whose logits nobody wants
   const Scratch scratch(compute.workspace);
   if (!weight.wide_inputs || !weight.format.is_integer())
-    return multiply(compute, PreparedRows::of(compute, weight.format, x, weight.k, kernels(compute.isa).tile_tokens), weight,
-                    out, out_stride);
+    return multiply(
+        compute, PreparedRows::of(compute, weight.format, x, weight.k, kernels(compute.isa).tile_shape(weight.format)), weight,
+        out, out_stride);
   PackedMatrix unbiased = weight;
   unbiased.bias = nullptr;
   const Matrix parts = compute.workspace.matrix(2 * x.rows, weight.n);

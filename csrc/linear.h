@@ -12,26 +12,30 @@ class PreparedRows {
  public:
   PreparedRows() = default;
   // Room for `tokens` rows of k inputs, from the workspace. Nothing is prepared yet.
-  PreparedRows(Compute& compute, const WeightFormat& format, std::int64_t tokens, std::int64_t k, int tile_tokens);
+  PreparedRows(Compute& compute, const WeightFormat& format, std::int64_t tokens, std::int64_t k, TileShape shape);
   // Prepares the rows of x, which may be wider than k.
-  static PreparedRows of(Compute& compute, const WeightFormat& format, const Matrix& x, std::int64_t k, int tile_tokens);
+  static PreparedRows of(Compute& compute, const WeightFormat& format, const Matrix& x, std::int64_t k, TileShape shape);
   // Copies token `from` of `source` (same format and k, tiles of one token) to token `to`.
   void copy_row(const PreparedRows& source, std::int64_t from, std::int64_t to) const;
 
   std::int64_t tokens() const { return tokens_; }
-  std::int64_t num_tiles() const { return (tokens_ + tile_tokens_ - 1) / tile_tokens_; }
-  int tile_tokens() const { return tile_tokens_; }
+  std::int64_t num_tiles() const { return (tokens_ + shape_.tokens - 1) / shape_.tokens; }
+  int tile_tokens() const { return shape_.tokens; }
+  // Which row of which tile a token is.
+  Tile tile_of(std::int64_t token) const { return tile(token / shape_.tokens); }
+  int row_of(std::int64_t token) const { return static_cast<int>(token % shape_.tokens); }
   Tile tile(std::int64_t index) const {
-    const std::int64_t first = index * tile_tokens_, left = tokens_ - first;
-    const int count = left < tile_tokens_ ? static_cast<int>(left) : tile_tokens_;
+    const std::int64_t first = index * shape_.tokens, left = tokens_ - first;
+    const int count = left < shape_.tokens ? static_cast<int>(left) : shape_.tokens;
     // Built in one go: a copy that is then corrected makes the processor wait for its own stores, and all work before.
-    if (all_.values) return {count, nullptr, nullptr, nullptr, all_.values + first * padded_k_};
-    return {count, all_.codes + first * padded_k_, all_.scales + first * groups_, all_.sums + first * groups_, nullptr};
+    if (all_.values) return {count, nullptr, nullptr, nullptr, all_.values + first * padded_k_, 0};
+    return {count, all_.codes + first * padded_k_, all_.scales + first * groups_, all_.sums + first * groups_, nullptr,
+            count > shape_.interleaved ? padded_k_ : 0};
   }
 
  private:
   std::int64_t tokens_ = 0, padded_k_ = 0, groups_ = 0;
-  int tile_tokens_ = 1;
+  TileShape shape_;
   Tile all_;
 };
 

@@ -24,6 +24,11 @@ Matrix checked(const Matrix& x, const ExpertLayout& layout) {
   return x;
 }
 
+TileShape narrower_shape(const Kernels& table, const ExpertLayout& layout) {
+  const TileShape hidden = table.tile_shape(layout.format), out = table.tile_shape(layout.down_format);
+  return hidden.tokens < out.tokens ? hidden : out;
+}
+
 const float* bias_at(const std::uint8_t* blob, const ExpertLayout& layout, int part) {
   return reinterpret_cast<const float*>(blob + layout.bias_offset + part * align_up(4 * layout.expert_dim, 64));
 }
@@ -48,12 +53,12 @@ struct MoeStep::Expert {
 
 MoeStep::MoeStep(Compute& compute, const Matrix& x, const std::int32_t* ids, const float* weights,
                  std::int64_t experts_per_token, const ExpertLayout& layout, const ActivationParams& activation)
-    : compute_(compute), kernels_(kernels(compute.isa)), tokens_(x.rows), experts_per_token_(experts_per_token),
-      weights_(weights), layout_(layout), activation_(activation),
+    : compute_(compute), kernels_(kernels(compute.isa)), tile_shape_(narrower_shape(kernels_, layout)), tokens_(x.rows),
+      experts_per_token_(experts_per_token), weights_(weights), layout_(layout), activation_(activation),
       block_rows_(std::max(kMinBlockRows, layout.down_format.group)),
       out_(compute.workspace.matrix(checked(x, layout).rows, x.cols)), mark_(compute.workspace.mark()),
       pairs_(compute.workspace.array<float>(x.rows * experts_per_token * x.cols)),
-      inputs_(PreparedRows::of(compute, layout.format, x, x.cols, 1)) {
+      inputs_(PreparedRows::of(compute, layout.format, x, x.cols, {})) {
   // Counting sort of the pairs by expert.
   const std::int64_t num_pairs = tokens_ * experts_per_token;
   std::int32_t last = -1;
@@ -112,10 +117,10 @@ void MoeStep::compute_batch(std::vector<Expert>& batch) {
   const Scratch scratch(compute_.workspace);
   bool any_gathered = false;
   for (Expert& expert : batch) {
-    expert.hidden = PreparedRows(compute_, layout_.down_format, expert.count, layout_.expert_dim, kernels_.tile_tokens);
+    expert.hidden = PreparedRows(compute_, layout_.down_format, expert.count, layout_.expert_dim, tile_shape_);
     if (expert.count == 1) continue;
     any_gathered = true;
-    expert.gathered = PreparedRows(compute_, layout_.format, expert.count, layout_.hidden_size, kernels_.tile_tokens);
+    expert.gathered = PreparedRows(compute_, layout_.format, expert.count, layout_.hidden_size, tile_shape_);
   }
   const auto num_experts = static_cast<std::int64_t>(batch.size());
   const auto at = [&](std::int64_t i) -> const Expert& { return batch[static_cast<std::size_t>(i)]; };
@@ -214,7 +219,7 @@ void MoeStep::down_panels(const Expert& expert, std::int64_t begin, std::int64_t
       multiply_tile(kernels_, layout_.down_format, job, panels);
       if (layout_.has_bias) add_bias(out, job.out_stride, job.tile.tokens, bias_at(expert.blob, layout_, 2) + row, rows);
       for (int m = 0; m < job.tile.tokens; ++m) {
-        float* const pair = pairs_ + expert.pairs[t * kernels_.tile_tokens + m] * layout_.hidden_size;
+        float* const pair = pairs_ + expert.pairs[t * tile_shape_.tokens + m] * layout_.hidden_size;
         std::memcpy(pair + row, out + m * job.out_stride, static_cast<std::size_t>(rows) * sizeof(float));
       }
     }

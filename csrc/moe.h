@@ -43,6 +43,7 @@ class MoeStep {
 
   Compute& compute_;
   const Kernels& kernels_;
+  const TileShape tile_shape_;  // one for both layers, whose tiles hold the same pairs
   const std::int64_t tokens_, experts_per_token_;
   const float* const weights_;
   const ExpertLayout layout_;

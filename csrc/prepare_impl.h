@@ -43,11 +43,11 @@ void prepare_integer(const WeightFormat& format, const float* x, std::int64_t fi
       source = padded;
     }
     const std::int64_t at = (first + done) / group * tile.tokens + m;
-    std::int8_t* const target = tile.codes + (first + done) * tile.tokens + 4 * m;
+    std::int8_t* const target = tile.codes_at(first + done, m);
     std::int32_t sum;
-    quantize_group<S>(source, group, tile.scales + at, &sum, tile.tokens == 1 ? target : codes);
+    quantize_group<S>(source, group, tile.scales + at, &sum, tile.has_rows() ? target : codes);
     tile.sums[at] = factor * sum;
-    if (tile.tokens == 1) continue;
+    if (tile.has_rows()) continue;
     for (int i = 0; i < group; i += 4) std::memcpy(target + i * tile.tokens, codes + i, 4);
   }
 }

@@ -129,6 +129,11 @@ void float_tile(const TileJob& job) {
 
 // ---- choosing among them ----
 
+template <class S>
+TileShape tile_shape(const WeightFormat&) {
+  return {S::kTileTokens, S::kTileTokens};
+}
+
 template <class S, int kTokens, int kPanels>
 Kernels::TileFn tile_fn_of(const WeightFormat& format) {
   constexpr int T = kTokens, P = kPanels;

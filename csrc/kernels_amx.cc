@@ -1,0 +1,121 @@
+#if defined(__x86_64__)
+#include <algorithm>
+
+#include "activation_impl.h"
+#include "prepare_impl.h"
+#include "simd_avx512.h"
+#include "tile_impl.h"
+#if defined(TIDEGATE_MATRIX_UNIT)
+#include "matrix_unit.h"
+#endif
+
+namespace tidegate {
+namespace {
+
+#if defined(TIDEGATE_MATRIX_UNIT)
+
+// Up to this many tokens vector instructions are as fast: a product in the matrix unit takes the same time for one and for 16.
+constexpr int kVectorTokens = 4;
+
+template <Kind kKind>
+void unpack(const std::uint8_t* packed, int count, std::uint8_t* codes) {
+  for (int i = 0; i < count; i += 8, packed += 64, codes += 128) {
+    __m512i low, high;
+    Avx512::load_nibbles<kKind>(packed, low, high);
+    _mm512_store_si512(codes, low);
+    _mm512_store_si512(codes + 64, high);
+  }
+}
+
+// One panel against a tile of kTokens tokens, or of job.tile.tokens if kTokens is 0: integer_tile's sums, bit for bit.
+template <Kind kKind, bool kMin, int kTokens>
+void matrix_panel(const TileJob& job, const TileJob::Panel& panel) {
+  constexpr int kMost = MatrixUnit::kTokens;
+  const int tokens = kTokens > 0 ? kTokens : job.tile.tokens, count = std::min(job.group, MatrixUnit::kInputs);
+  alignas(64) std::uint8_t codes[MatrixUnit::kInputs * kPanelRows];
+  alignas(64) std::int32_t sums[kMost * kPanelRows];
+  __m512 acc[kMost];
+  TIDEGATE_UNROLL for (int m = 0; m < kMost; ++m) acc[m] = Avx512::zero();
+  const std::uint8_t *w = panel.weights, *next = panel.prefetch;
+  const std::int8_t* x = job.tile.codes;
+  const float* x_scales = job.tile.scales;
+  const std::int32_t* x_sums = job.tile.sums;
+  for (std::int64_t groups = job.k / job.group; groups > 0; --groups, x_scales += tokens, x_sums += tokens) {
+    for (int lines = job.prefetch_lines; lines > 0; --lines, next += 64) __builtin_prefetch(next);
+    const __m512 scale = Avx512::load_half(w), low = kMin ? Avx512::load_half(w + 32) : scale;
+    w += kMin ? 64 : 32;
+    MatrixUnit::clear_sums();
+    for (int done = 0; done < job.group; done += count, x += count) {
+      MatrixUnit::load_inputs(x, job.tile.row_bytes);
+      if constexpr (kKind == Kind::int8) {
+        MatrixUnit::load_weights(w);
+        w += kPanelRows * count;
+      } else {
+        unpack<kKind>(w, count, codes);
+        MatrixUnit::load_weights(codes);
+        w += kPanelRows * count / 2;
+      }
+      MatrixUnit::multiply();
+    }
+    MatrixUnit::store_sums(sums);
+    const auto scale_token = [&](int m) {
+      const __m512i products = _mm512_load_si512(sums + m * kPanelRows), x_sum = Avx512::set_int(x_sums[m]);
+      const __m512 x_scale = Avx512::set(x_scales[m]);
+      const __m512i total = kMin ? products : _mm512_add_epi32(products, x_sum);
+      acc[m] = Avx512::fma(Avx512::from_int(total), Avx512::mul(scale, x_scale), acc[m]);
+      if (kMin) acc[m] = Avx512::fma(Avx512::mul(low, x_scale), Avx512::from_int(x_sum), acc[m]);
+    };
+    if constexpr (kTokens > 0)
+      TIDEGATE_UNROLL for (int m = 0; m < kTokens; ++m) scale_token(m);
+    else
+      for (int m = 0; m < tokens; ++m) scale_token(m);
+  }
+  for (int m = 0; m < tokens; ++m) Avx512::store_first(panel.out + m * job.out_stride, acc[m], panel.rows);
+}
+
+template <Kind kKind, bool kMin, int kPanels>
+void matrix_tile(const TileJob& job) {
+  MatrixUnit::configure(job.tile.tokens, std::min(job.group, MatrixUnit::kInputs));
+  for (int p = 0; p < kPanels; ++p) {
+    if (job.tile.tokens == MatrixUnit::kTokens)
+      matrix_panel<kKind, kMin, MatrixUnit::kTokens>(job, job.panels[p]);
+    else
+      matrix_panel<kKind, kMin, 0>(job, job.panels[p]);
+  }
+  MatrixUnit::release();
+}
+
+template <int kPanels>
+Kernels::TileFn matrix_tile_fn(const WeightFormat& format) {
+  if (format.kind == Kind::mxfp4) return matrix_tile<Kind::mxfp4, false, kPanels>;
+  if (format.kind == Kind::int8)
+    return format.has_min ? matrix_tile<Kind::int8, true, kPanels> : matrix_tile<Kind::int8, false, kPanels>;
+  return format.has_min ? matrix_tile<Kind::int4, true, kPanels> : matrix_tile<Kind::int4, false, kPanels>;
+}
+
+TileShape amx_shape(const WeightFormat& format) {
+  return format.is_integer() ? TileShape{MatrixUnit::kTokens, kVectorTokens} : tile_shape<Avx512>(format);
+}
+
+Kernels::TileFn amx_tile_fn(const WeightFormat& format, int tokens, int panels) {
+  if (tokens <= kVectorTokens) return find_tile_fn<Avx512>(format, tokens, panels);
+  return panels == 1 ? matrix_tile_fn<1>(format) : matrix_tile_fn<2>(format);
+}
+static_assert(kVectorTokens <= Avx512::kTileTokens && MatrixUnit::kTokens <= kMaxTileTokens);
+
+#else  // a compiler that does not know the instructions: available_isas() does not offer them
+
+TileShape amx_shape(const WeightFormat& format) { return tile_shape<Avx512>(format); }
+Kernels::TileFn amx_tile_fn(const WeightFormat& format, int tokens, int panels) {
+  return find_tile_fn<Avx512>(format, tokens, panels);
+}
+
+#endif
+
+}  // namespace
+
+extern const Kernels kernels_amx = {amx_shape,      Avx512::kTilePanels, amx_tile_fn,
+                                    prepare<Avx512>, activate<Avx512>,    weighted_sum<Avx512>};
+
+}  // namespace tidegate
+#endif
