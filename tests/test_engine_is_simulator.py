@@ -136,7 +136,7 @@ def test_the_commands_record_and_import(store: Path, tmp_path: Path) -> None:
     done = _tidegate("trace", store, tmp_path / "prose.txt", tmp_path / "code.txt", "-o", out, "--answer", 4, *flags)
     assert done.returncode == 0, done.stderr
     reader = TraceReader(out)
-    assert list(reader.categories.values()) == ["prose", "prose", "prose", "code"]
+    assert list(reader.categories.values()) == ["prose", "code", "prose", "prose"]
     assert sum(len(chunk.step) for chunk in reader) == 640 + 27 + 4 * 3
     done = _tidegate("run", store, "hello", "--max-tokens", 5, "--ignore-eos", "--json", "--trace", out, *flags)
     live, reader = json.loads(done.stdout), TraceReader(out)

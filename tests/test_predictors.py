@@ -2,6 +2,7 @@
 
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -9,21 +10,27 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from stores import qwen_config, write_store
+from tidegate.checkpoint.store import ExpertStore
 from tidegate.errors import CorruptFile, UsageError
 from tidegate.experts.policy import POLICIES
 from tidegate.experts.predictor import Calibration
+from tidegate.experts.predictor_class import SemanticMlp
 from tidegate.experts.predictor_file import PREDICTORS, find_predictor, kind_of, load_predictor, save_predictor
 from tidegate.experts.predictor_networks import LayerMlp, WindowMlp
-from tidegate.sim import fit_networks
+from tidegate.quant.pack import unpack
+from tidegate.sim import fit_networks, semantic
 from tidegate.sim.fit import fit_predictor
 from tidegate.sim.groups import grouped
 from tidegate.sim.rows import Rows, decayed_before, last_before, window_before
 from tidegate.sim.score import score_predictor
+from tidegate.sim.semantic import find_classes
 from tidegate.sim.token_table import count_tokens
 
 LAYERS, EXPERTS, TOP = 4, 8, 2
 SMALL = {
     "mlp": {"most_tokens": 400, "epochs": 100},
+    "semantic": {"most_tokens": 400, "epochs": 100, "vector_VS": np.random.default_rng(2).standard_normal((24, 6))},
     "lstm": {"most_tokens": 400, "epochs": 60},
     "window-mlp": {"most_tokens": 200, "epochs": 10},
 }
@@ -167,6 +174,46 @@ def test_training_features_are_the_features_of_inference(fitted):
             np.testing.assert_allclose(tiny.features(history, layer), columns, atol=1e-3)
             for predictor in (mlp, tiny):
                 predictor.observe(layer, rows.experts_TLK[t : t + 1, layer])
+
+
+def test_texts_of_different_words_are_of_different_classes_in_fitting_and_in_use(tmp_path):
+    rows = routing(sequences=12, length=40)
+    kind_T = np.arange(len(rows.token_T)) // 40 % 2
+    rows = replace(rows, token_T=(rows.token_T % 10 + 10 * kind_T).astype(np.int32))
+    vectors = np.random.default_rng(0).standard_normal((20, 4)) * 0.3
+    vectors[:10, 0] += 1
+    vectors[10:, 0] -= 1
+    classes = find_classes(rows, vectors, seed=1)
+    by_class = [np.bincount(classes.class_T[kind_T == kind], minlength=len(classes.centroid_CS)) for kind in (0, 1)]
+    assert np.minimum(*by_class).sum() <= 0.05 * len(kind_T)
+    predictor = fit_predictor("semantic", rows, vector_VS=vectors, most_tokens=200, epochs=1)
+    assert isinstance(predictor, SemanticMlp)
+    for t in range(80):
+        predictor.begin_step([int(t // 40)], [int(rows.token_T[t])])
+        (history,) = predictor._rows
+        mean = vectors[rows.token_T[max(t // 40 * 40, t - 31) : t + 1]].mean(axis=0)
+        nearest = np.argmin(((predictor.centroid_CS - mean) ** 2).sum(axis=1))
+        assert predictor._class_of[history] == nearest
+        wanted = predictor.class_CLE[nearest, 2].astype(np.float32)
+        np.testing.assert_array_equal(predictor.features(history, 2)[-EXPERTS:], wanted)
+    with pytest.raises(UsageError, match="--model"):
+        fit_predictor("semantic", rows)
+
+
+@pytest.mark.parametrize("dense", ["int8-g32", "f32"])
+def test_vectors_of_tokens_keep_who_is_near_whom(tmp_path, monkeypatch, dense):
+    monkeypatch.setattr(semantic, "_BLOCK_ROWS", 64)
+    store = ExpertStore.open(write_store(tmp_path / "store", qwen_config(), dense=dense))
+    vectors = semantic.token_vectors(store).astype(np.float32)
+    config, entry = store.config, store.dense["embed"]
+    packed = np.fromfile(store.dense_path, np.uint8, entry.nbytes, offset=entry.offset)
+    embedding = unpack(packed, entry.fmt, config.vocab_size, config.hidden_size)
+    embedding -= embedding.mean(axis=0)
+    embedding /= np.linalg.norm(embedding, axis=1, keepdims=True)
+    assert vectors.shape == (config.vocab_size, min(16, config.hidden_size))
+    np.testing.assert_allclose(np.linalg.norm(vectors, axis=1), 1, atol=1e-2)
+    upper = np.triu_indices(config.vocab_size, 1)
+    assert np.corrcoef((vectors @ vectors.T)[upper], (embedding @ embedding.T)[upper])[0, 1] > 0.35
 
 
 def test_a_row_does_not_see_its_own_use_in_the_table():

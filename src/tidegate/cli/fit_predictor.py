@@ -9,6 +9,8 @@ from typing import Annotated
 
 import typer
 
+from tidegate.config import EngineOptions
+from tidegate.engine.source import open_store
 from tidegate.errors import UsageError
 from tidegate.experts.policy import DEFAULT_POLICY, policy_factory
 from tidegate.experts.predictor_file import PREDICTORS, save_predictor
@@ -16,6 +18,7 @@ from tidegate.experts.trace import TraceReader
 from tidegate.sim.fit import fit_predictor
 from tidegate.sim.rows import read_rows
 from tidegate.sim.score import Score, score_predictor
+from tidegate.sim.semantic import token_vectors
 
 KINDS = tuple(PREDICTORS)
 
@@ -33,6 +36,7 @@ def command(
     ] = None,
     policy: Annotated[str, typer.Option(help="That cache's policy.")] = DEFAULT_POLICY,
     score_tokens: Annotated[int, typer.Option(min=1, help="Held-out tokens to score.")] = 1000,
+    model: Annotated[str | None, typer.Option(help="The trace's model, for its embedding (semantic).")] = None,
     seed: Annotated[int, typer.Option(help="Same seed, same predictor.")] = 0,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> int:
@@ -44,8 +48,9 @@ def command(
     if capacity > reader.meta.num_experts:
         raise UsageError(f"--slots {capacity}: the trace has {reader.meta.num_experts} experts a layer")
     rows, scored = read_rows(reader, reader.meta.num_experts, tokens).split(held_out)
+    vectors = token_vectors(open_store(model, EngineOptions())) if kind == "semantic" and model else None
     began_s = time.process_time()
-    predictor = fit_predictor(kind, rows, lookahead=lookahead, horizon=horizon, seed=seed)
+    predictor = fit_predictor(kind, rows, lookahead=lookahead, horizon=horizon, seed=seed, vector_VS=vectors)
     fit_s = time.process_time() - began_s
     save_predictor(output, predictor)
     score = score_predictor(

@@ -32,7 +32,8 @@ def command(
     ] = None,
     **options: Any,
 ) -> int:
-    """Texts are read as they are, without a chat template, in pieces as long as the context. An .npz file has experts
+    """Texts are read as they are, without a chat template, in pieces as long as the context, one piece of each in turn, so that
+    the end of a trace, which scores predictors, has all kinds. An .npz file has experts
     [tokens, layers, experts per token] and offsets, and may have probs, token and category."""
     if model.endswith(".npz"):
         if texts or options or answer != 1 or sketch:
@@ -63,10 +64,11 @@ def _record(path: str, texts: list[Path], output: Path, answer: int, sketch: int
         if answer >= model.context:
             raise UsageError(f"--answer {answer}: the context is {model.context} tokens; raise --context")
         piece = model.context - answer
+        read = [model.encode(content) for content in contents]
         sequence = 0
-        for text, content in zip(texts, contents, strict=True):
-            ids = model.encode(content)
-            for start in range(0, len(ids), piece):
-                sequence += 1
-                writer.categories[sequence] = text.stem
-                model.generate(ids[start : start + piece], max_tokens=answer, ignore_eos=True)
+        for start in range(0, max(map(len, read)), piece):
+            for text, ids in zip(texts, read, strict=True):
+                if start < len(ids):
+                    sequence += 1
+                    writer.categories[sequence] = text.stem
+                    model.generate(ids[start : start + piece], max_tokens=answer, ignore_eos=True)

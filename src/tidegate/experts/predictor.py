@@ -10,6 +10,7 @@ Legend: T rows of the step, L MoE layers, E experts of a layer, K experts per to
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections import deque
 from collections.abc import Sequence
 from typing import Any
 
@@ -22,6 +23,7 @@ HALF_LIFE_TOKENS, SLOW_HALF_LIFE_TOKENS = 16.0, 128.0
 FADE = np.float32(2.0 ** (-1.0 / HALF_LIFE_TOKENS))
 SLOW_FADE = np.float32(2.0 ** (-1.0 / SLOW_HALF_LIFE_TOKENS))
 MOST_SEQUENCES = 1024
+CLASS_TOKENS = 32
 NO_TOKEN = -1
 
 
@@ -50,11 +52,12 @@ class Predictor(ABC):
 
 class History:
     """What is remembered of one sequence: for each layer the experts of its latest token, counts decayed by half in 16 and in
-    128 tokens, and counts of a window."""
+    128 tokens, and counts of a window; and the latest input tokens."""
 
     def __init__(self, num_layers: int, num_experts: int, window: int) -> None:
         shape = (num_layers, num_experts)
         self.token = NO_TOKEN
+        self.tokens: deque[int] = deque(maxlen=CLASS_TOKENS)
         self.last_LE = np.zeros(shape, np.float32)
         self.heat_LE = np.zeros(shape, np.float32)
         self.slow_LE = np.zeros(shape, np.float32)
@@ -108,6 +111,7 @@ class HistoryPredictor(Predictor):
                     del self._histories[next(iter(self._histories))]
             self._histories[sequence] = history  # the end of the dict: least recently used goes first
             history.token = token
+            history.tokens.append(token)
             self._rows.append(history)
 
     def observe(self, layer: int, topk_expert_ids_TK: Array) -> None:

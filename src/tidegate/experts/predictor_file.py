@@ -11,6 +11,7 @@ import numpy as np
 
 from tidegate.errors import CorruptFile, UsageError
 from tidegate.experts.predictor import Calibration, Predictor
+from tidegate.experts.predictor_class import SemanticMlp
 from tidegate.experts.predictor_counts import DecayedCounts, Groups, LastToken, Markov, SlidingWindow, TokenTable
 from tidegate.experts.predictor_networks import LayerMlp, Lstm, NextGate, WindowMlp
 
@@ -23,6 +24,7 @@ PREDICTORS: dict[str, type[Any]] = {
     "markov": Markov,
     "groups": Groups,
     "mlp": LayerMlp,
+    "semantic": SemanticMlp,
     "window-mlp": WindowMlp,
     "lstm": Lstm,
     "next-gate": NextGate,

@@ -26,7 +26,9 @@ class LayerMlp(HistoryPredictor):
     """One hidden layer on: the experts of the three layers before that are ``lookahead`` or more away, the last token's
     experts, decayed counts, and the token's row of a table. For the next step, whose token is unknown, decayed counts."""
 
-    arrays: ClassVar = ("w1_LFH", "b1_LH", "w2_LHE", "b2_LE", "tokens", "table_NLE", "prior_LE", "lookahead")
+    arrays: ClassVar[tuple[str, ...]] = (
+        "w1_LFH", "b1_LH", "w2_LHE", "b2_LE", "tokens", "table_NLE", "prior_LE", "lookahead",
+    )  # fmt: skip
 
     def __init__(
         self, num_layers: int, num_experts: int, w1_LFH: Array, b1_LH: Array, w2_LHE: Array, b2_LE: Array, tokens: Array,

@@ -18,16 +18,25 @@ from tidegate.experts.predictor_networks import NextGate
 from tidegate.sim.fit_networks import fit_layer_mlp, fit_lstm, fit_next_gate, fit_window_mlp
 from tidegate.sim.groups import co_activation, grouped
 from tidegate.sim.rows import Array, Rows
+from tidegate.sim.semantic import fit_semantic_mlp
 from tidegate.sim.token_table import count_tokens
 
 _MARKOV_AHEAD, _MARKOV_PRIOR = 3, 8.0
 
 
 def fit_predictor(
-    kind: str, rows: Rows, *, lookahead: int = 1, horizon: int = 1, seed: int = 0, **size: Any
+    kind: str,
+    rows: Rows,
+    *,
+    lookahead: int = 1,
+    horizon: int = 1,
+    seed: int = 0,
+    vector_VS: Array | None = None,
+    **size: Any,
 ) -> Predictor:
-    """A fitted and calibrated predictor. ``lookahead`` is for ``mlp``, ``horizon`` for ``window-mlp``; ``size`` overrides the
-    networks' training sizes. The last tenth of the sequences calibrates and is not fitted to."""
+    """A fitted and calibrated predictor. ``lookahead`` is for ``mlp``, ``horizon`` for ``window-mlp``, ``vector_VS``
+    (``semantic.token_vectors``) for ``semantic``; ``size`` overrides the networks' training sizes. The last tenth of the
+    sequences calibrates and is not fitted to. Raises UsageError for what a kind needs and does not get."""
     fitting, calibrating = rows.split(0.1) if len(rows.ids) > 1 else (rows, rows)
     shape = (rows.num_layers, rows.num_experts)
     if kind == "next-gate":
@@ -45,6 +54,10 @@ def fit_predictor(
         predictor = Groups(*shape, grouped(co_activation(fitting), max(2, rows.num_experts // size_of_group)))
     elif kind == "mlp":
         predictor = fit_layer_mlp(fitting, lookahead, seed, **size)
+    elif kind == "semantic":
+        if vector_VS is None:
+            raise UsageError("semantic needs the model's embedding: add --model")
+        predictor = fit_semantic_mlp(fitting, lookahead, seed, vector_VS, **size)
     elif kind == "window-mlp":
         predictor = fit_window_mlp(fitting, horizon, seed, **size)
     else:

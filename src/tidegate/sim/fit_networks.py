@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from itertools import pairwise
+from typing import Any
 
 import numpy as np
 
@@ -42,10 +43,17 @@ def _random(rng: np.random.Generator, *shape: int) -> Array:
     return values
 
 
-def fit_layer_mlp(
-    rows: Rows, lookahead: int, seed: int, *, num_hidden: int = 64, most_tokens: int = 24_000, epochs: float = 3.0
-) -> LayerMlp:
-    """Features as in ``LayerMlp.features``; a row's own use is taken out of its token's table entry."""
+def fit_layer_mlp(rows: Rows, lookahead: int, seed: int, **size: Any) -> LayerMlp:
+    """``size`` is that of ``train_layers``."""
+    return LayerMlp(rows.num_layers, rows.num_experts, **train_layers(rows, lookahead, seed, **size))
+
+
+def train_layers(
+    rows: Rows, lookahead: int, seed: int, more: Callable[[Array], Array] | None = None, *, num_hidden: int = 64,
+    most_tokens: int = 24_000, epochs: float = 3.0,
+) -> dict[str, Any]:  # fmt: skip
+    """The arrays of a ``LayerMlp``. Features as in its ``features``, behind them ``more``, [B, L, E] of the rows whose numbers it
+    is given; a row's own use is taken out of its token's table entry."""
     table = count_tokens(rows)
     short = _head(rows, most_tokens)
     hot_TLE, is_first_T = short.hot(), short.is_first
@@ -53,8 +61,9 @@ def fit_layer_mlp(
     heat_TLE = decayed_before(hot_TLE, is_first_T, float(FADE))
     num_layers, num_experts = rows.num_layers, rows.num_experts
     rng = np.random.default_rng(seed)
+    blocks = LAYERS_BEFORE + (3 if more is None else 4)
     weights = {
-        "w1": _random(rng, num_layers, (LAYERS_BEFORE + 3) * num_experts, num_hidden),
+        "w1": _random(rng, num_layers, blocks * num_experts, num_hidden),
         "b1": np.zeros((num_layers, num_hidden), np.float32),
         "w2": _random(rng, num_layers, num_hidden, num_experts),
         "b2": np.full((num_layers, num_experts), -2.0, np.float32),
@@ -62,7 +71,7 @@ def fit_layer_mlp(
 
     def features(index_B: Array) -> Array:
         hot_BLE = hot_TLE[index_B]
-        parts = np.zeros((len(index_B), num_layers, LAYERS_BEFORE + 3, num_experts), np.float32)
+        parts = np.zeros((len(index_B), num_layers, blocks, num_experts), np.float32)
         for back in range(LAYERS_BEFORE):
             gap = lookahead + back
             if gap < num_layers:
@@ -70,6 +79,8 @@ def fit_layer_mlp(
         parts[:, :, LAYERS_BEFORE] = last_TLE[index_B]
         parts[:, :, LAYERS_BEFORE + 1] = heat_TLE[index_B]
         parts[:, :, LAYERS_BEFORE + 2] = table.without_itself(short.token_T[index_B], hot_BLE)
+        if more is not None:
+            parts[:, :, LAYERS_BEFORE + 3] = more(index_B)
         return parts.reshape(len(index_B), num_layers, -1).swapaxes(0, 1)
 
     def gradients(index_B: Array, w: dict[str, Array]) -> dict[str, Array]:
@@ -83,10 +94,10 @@ def fit_layer_mlp(
         }  # fmt: skip
 
     _adam(weights, len(hot_TLE), epochs, seed, gradients)
-    return LayerMlp(
-        num_layers, num_experts, weights["w1"], weights["b1"], weights["w2"], weights["b2"], table.tokens,
-        table.table(), table.prior_LE, np.array(lookahead),
-    )  # fmt: skip
+    return {
+        "w1_LFH": weights["w1"], "b1_LH": weights["b1"], "w2_LHE": weights["w2"], "b2_LE": weights["b2"],
+        "tokens": table.tokens, "table_NLE": table.table(), "prior_LE": table.prior_LE, "lookahead": np.array(lookahead),
+    }  # fmt: skip
 
 
 def fit_window_mlp(

@@ -45,8 +45,9 @@ def analysis_verdict(facts: dict[str, Any]) -> list[str]:
         gain = kinds["own_hit_ratio"] - kinds["shared_hit_ratio"]
         dynamic = hit - kinds["own_hit_ratio"]
         out.append(
-            f"A fixed set chosen for the kind of text hits {gain * 100:+.1f} points more than one for all kinds, "
-            f"but the dynamic cache is another {dynamic * 100:+.1f} points away from it."
+            f"A fixed set chosen for the kind of text finds {abs(gain) * 100:.1f} points {'more' if gain >= 0 else 'less'} than "
+            f"one for all kinds; the dynamic cache, which knows no kinds, finds {abs(dynamic) * 100:.1f} points "
+            + ("more than either." if dynamic >= max(0.0, -gain) else "less than that.")
         )
     batch = facts["unions"]
     if len(batch["batches"]) > 1:
