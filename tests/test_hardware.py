@@ -14,8 +14,9 @@ import pytest
 from tidegate.cli import hardware as command_module
 from tidegate.cli import main
 from tidegate.planner import machine as machine_module
-from tidegate.planner import measure
+from tidegate.planner import measure, measure_disk, measure_kernels
 from tidegate.planner.machine import (
+    TOKENS,
     DiskRate,
     Machine,
     assumed_machine,
@@ -35,19 +36,29 @@ def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 def small(monkeypatch: pytest.MonkeyPatch) -> None:
     """The same measurement with less memory and a smaller file."""
-    sizes = {"MEMORY_BYTES": 40 << 20, "MATRIX_BYTES": 1 << 20, "FILE_BYTES": 16 << 20}
-    for name, size in sizes.items():
-        monkeypatch.setattr(measure, name, size)
+    monkeypatch.setattr(measure, "MEMORY_BYTES", 40 << 20)
+    monkeypatch.setattr(measure_kernels, "MATRIX_BYTES", 1 << 20)
+    monkeypatch.setattr(measure_kernels, "MEASURED_MACS", 1 << 28)
+    monkeypatch.setattr(measure_disk, "FILE_BYTES", 16 << 20)
+    monkeypatch.setattr(measure_disk, "READ_BYTES", 16 << 20)
 
 
 def test_a_measurement_is_whole_and_leaves_nothing_behind(small: None, tmp_path: Path) -> None:
     found = measure.measure_machine(tmp_path, 2)
     assert found.fingerprint == fingerprint() and set(found.memory) == {1, 2}
-    rates = [*found.memory.values(), *found.decode.values(), *found.experts.values(), *found.prefill.values()]
-    assert min(rates) > 1e6 and set(found.isas) >= {"portable"}
-    assert [disk.block_bytes for disk in found.disk] == list(measure.BLOCK_SIZES)
-    assert all(disk.latency_s > 0 and disk.bytes_per_s > 0 for disk in found.disk)
-    assert 0 < found.layer_s < 1 and 20 << 20 < found.runtime_bytes < 200 << 20 and 0 <= found.busy_ratio <= 1
+    rates = [found.memory, *found.dense.values(), *found.experts.values()]
+    assert min(min(one.values()) for one in rates) > 1e5 and set(found.isas) >= {"portable"}
+    assert all(tuple(one) == TOKENS for one in rates[1:])
+    sizes = [disk.block_bytes for disk in found.disk]
+    assert sizes == sorted(sizes) and sizes[0] < 1 << 17 and 4 << 20 < sizes[-1] <= 10 << 20, "what fits the memory"
+    assert all(disk.latency_s > 0 and 0 < disk.beside_bytes_per_s <= disk.bytes_per_s for disk in found.disk)
+    assert 0 < found.beside_loads_ratio <= 1
+    assert (
+        0 < found.layer_s < 1
+        and 0 <= found.row_s < 1
+        and 20 << 20 < found.runtime_bytes < 200 << 20
+        and 0 <= found.busy_ratio <= 1
+    )
     assert not list(tmp_path.glob(".tidegate*"))
     assert Machine.from_json(json.loads(json.dumps(found.to_json()))) == found
 
@@ -75,17 +86,32 @@ def test_a_broken_file_is_as_good_as_none(text: str, tmp_path: Path) -> None:
     assert load_machine(tmp_path).fingerprint == fingerprint()
 
 
-def test_rates_between_and_beyond_what_was_measured() -> None:
-    disk = (DiskRate(1 << 16, 1e-4, 1e9), DiskRate(1 << 20, 1e-3, 2e9))
-    machine = replace(assumed_machine(2), disk=disk, decode={"int4-g32": 1.0, "bf16": 2.0, "f32": 3.0})
+def test_disk_rates_between_and_beyond_what_was_measured() -> None:
+    disk = (DiskRate(1 << 16, 1e-4, 1e9, 0.5e9), DiskRate(1 << 20, 1e-3, 2e9, 1e9))
+    machine = replace(assumed_machine(2), disk=disk)
     assert machine.load_s(1 << 16) == pytest.approx(1e-4) and machine.load_s(1 << 20) == pytest.approx(1e-3)
     assert 1e-4 < machine.load_s(1 << 18) < 1e-3 < machine.load_s(1 << 22) == pytest.approx(4e-3)
-    assert machine.disk_bytes_per_s(1 << 25) == 2e9
-    assert machine.decode_bytes_per_s(Format("int4", 64, True)) == 1.0, "the nearest kind"
-    assert machine.decode_bytes_per_s(None) == 3.0
-    twice = machine.with_rates(int(2 * machine.memory_bytes_per_s(2)), int(4e9))
-    assert twice.decode_bytes_per_s(Format("bf16")) == pytest.approx(4.0)
+    assert machine.disk_bytes_per_s(1 << 20) == pytest.approx(2e9) == machine.disk_bytes_per_s(1 << 25)
+    assert 1e9 < machine.disk_bytes_per_s(1 << 18) < 2e9
+    assert machine.disk_bytes_per_s(1 << 15) == pytest.approx(0.5e9), "a smaller block takes as long as the smallest"
+    assert machine.beside_bytes_per_s(1 << 20) == pytest.approx(1e9)
+    twice = machine.with_rates(None, int(4e9))
     assert twice.load_s(1 << 20) == pytest.approx(5e-4) and twice.disk_bytes_per_s(1 << 20) == pytest.approx(4e9)
+
+
+def test_kernel_rates_between_and_beyond_what_was_measured() -> None:
+    rates = {"int4-g32": {1: 8.0, 4: 4.0, 256: 0.5}, "bf16": {1: 16.0, 256: 1.0}, "f32": {1: 32.0, 256: 2.0}}
+    machine = replace(assumed_machine(2), dense=rates)
+    assert machine.decode_bytes_per_s(Format("int4", 64, True)) == 8.0, "the nearest kind"
+    assert machine.decode_bytes_per_s(None) == 32.0
+    times = [1 / machine.decode_bytes_per_s(Format("int4", 32), tokens=count) for count in (0.5, 1, 2.5, 4, 256, 512)]
+    assert times == pytest.approx([1 / 8, 1 / 8, 3 / 16, 1 / 4, 2, 4])
+    assert machine.prefill_macs_per_s(None) == pytest.approx(2.0 * 256 / 4)
+    twice = machine.with_rates(int(2 * machine.memory_bytes_per_s(2)), None)
+    assert twice.decode_bytes_per_s(Format("bf16")) == pytest.approx(32.0)
+    assert twice.decode_bytes_per_s(Format("bf16"), tokens=256) == 1.0, "arithmetic takes as long as before"
+    slow = machine.with_rates(int(machine.memory_bytes_per_s(2) / 100), None)
+    assert slow.decode_bytes_per_s(None, tokens=256) == pytest.approx(0.32)
     assert machine.with_rates(None, None) == machine
 
 

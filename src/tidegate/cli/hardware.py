@@ -13,11 +13,13 @@ import typer
 from tidegate.checkpoint.convert.cache import cache_folder
 from tidegate.checkpoint.manifest import EXPERTS_FILE
 from tidegate.errors import UsageError
-from tidegate.planner.machine import Machine, keep_machine
+from tidegate.planner.machine import Machine, Rates, keep_machine
 from tidegate.planner.measure import measure_machine
+from tidegate.quant.formats import Format
 from tidegate.units import format_bytes, format_seconds
 
 MOST_BUSY_RATIO, TRIES = 0.05, 3
+SHOWN_TOKENS = 4
 
 
 def command(
@@ -68,23 +70,35 @@ def _file_to_read(path: Path | None) -> Path:
 
 def _lines(machine: Machine) -> list[str]:
     memory = ", ".join(f"{_gb(rate)} with {count}" for count, rate in machine.memory.items())
-    lines = [f"memory reads: {memory} thread{'s' if machine.threads > 1 else ''}"]
-    for fmt, rate in machine.decode.items():
-        experts = f"experts {_gb(machine.experts[fmt])}, " if fmt in machine.experts else ""
-        lines.append(
-            f"{fmt:10} one token {_gb(rate)}, {experts}prompts {machine.prefill[fmt] / 1e9:.0f} G multiply-adds/s"
-        )
+    lines = [
+        f"memory reads: {memory} thread{'s' if machine.threads > 1 else ''}",
+        "weights when each serves 1, 2 and 4 tokens:",
+    ]
+    for fmt, rates in machine.dense.items():
+        experts = f", experts {_by_tokens(machine.experts[fmt])}" if fmt in machine.experts else ""
+        lines.append(f"{fmt:10} {_by_tokens(rates)}{experts}; prompts {_gmacs(machine, fmt):.0f} G multiply-adds/s")
     lines.append("int4 by instruction set: " + ", ".join(f"{name} {_gb(rate)}" for name, rate in machine.isas.items()))
     for disk in machine.disk:
         lines.append(
             f"disk reads of {format_bytes(disk.block_bytes)}: {format_seconds(disk.latency_s)} alone, "
-            f"{_gb(disk.bytes_per_s)} when queued"
+            f"{_gb(disk.bytes_per_s)} when queued, {_gb(disk.beside_bytes_per_s)} beside computation"
         )
+    lines.append(f"beside loads the kernels run at {machine.beside_loads_ratio:.0%}")
     lines.append(
-        f"a layer costs {format_seconds(machine.layer_s)} beside its weights; the process takes "
+        f"a layer costs {format_seconds(machine.layer_s)} beside its weights, {format_seconds(machine.row_s)} more for each "
+        f"further sequence; the process takes "
         f"{format_bytes(machine.runtime_bytes)} before a model; others used {machine.busy_ratio:.0%} of the processors"
     )
     return lines
+
+
+def _by_tokens(rates: Rates) -> str:
+    """GB/s at one token and at a few."""
+    return ", ".join(f"{rate / 1e9:.1f}" for count, rate in rates.items() if count <= SHOWN_TOKENS) + " GB/s"
+
+
+def _gmacs(machine: Machine, fmt: str) -> float:
+    return machine.prefill_macs_per_s(Format.parse(fmt)) / 1e9
 
 
 def _gb(rate: float) -> str:

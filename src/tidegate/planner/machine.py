@@ -6,7 +6,7 @@ import hashlib
 import json
 import os
 from bisect import bisect_left
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -19,33 +19,39 @@ from tidegate.quant.formats import Format
 # Runtime before the arena: the engine with its libraries, and what a tokenizer adds for each entry of its vocabulary.
 RUNTIME_BYTES, RUNTIME_BYTES_PER_TOKEN = 46 << 20, 280
 _FILE = "hardware.json"
+TOKENS = (1, 2, 4, 8, 16, 64, 256)  # that one matrix serves, in the measurements
+Rates = Mapping[int, float]  # tokens -> packed bytes of weights a second
 
 
 @dataclass(frozen=True)
 class DiskRate:
-    """Direct reads of ``block_bytes``: seconds of one alone, bytes a second of many, queued."""
+    """Direct reads of ``block_bytes`` by the loader: seconds of one alone, bytes a second of each further one behind it while the
+    compute threads wait, and while they compute (``beside_bytes_per_s``)."""
 
     block_bytes: int
     latency_s: float
     bytes_per_s: float
+    beside_bytes_per_s: float
 
 
 @dataclass(frozen=True)
 class Machine:
-    """``memory``: bytes a second read by 1, 2, ... threads. ``decode`` and ``experts``: bytes of packed weights a second, by
-    format, for one token (one matrix; the experts of a layer); ``prefill``: multiply-adds a second, by format, for 256.
-    ``isas``: as ``decode``, int4, by instruction set. ``layer_s``: what a layer costs beside its weights. ``busy_ratio``:
-    the share of the processors that others took meanwhile."""
+    """``memory``: bytes a second read by 1, 2, ... threads. ``dense`` and ``experts``: bytes of packed weights a second, by
+    format and by how many tokens each of them serves (a matrix; 8 experts of a layer). ``isas``: int4 matrices at one token, by
+    instruction set. ``layer_s``: what a layer costs beside its weights, ``row_s``: for each further sequence of a step.
+    ``beside_loads_ratio``: speed of the kernels while experts arrive, of that alone. ``busy_ratio``: the share of the processors
+    that others took meanwhile."""
 
     fingerprint: str
     threads: int
-    memory: Mapping[int, float]
-    decode: Mapping[str, float]
-    experts: Mapping[str, float]
-    prefill: Mapping[str, float]
+    memory: Rates
+    dense: Mapping[str, Rates]
+    experts: Mapping[str, Rates]
     isas: Mapping[str, float]
     layer_s: float
+    row_s: float
     disk: tuple[DiskRate, ...]
+    beside_loads_ratio: float = 1.0
     runtime_bytes: int = RUNTIME_BYTES
     busy_ratio: float = 0.0
     is_measured: bool = True
@@ -55,12 +61,16 @@ class Machine:
         known = [count for count in self.memory if count <= threads]
         return self.memory[max(known, default=min(self.memory))]
 
-    def decode_bytes_per_s(self, fmt: Format | None, *, experts: bool = False) -> float:
-        """Packed bytes a second at one token; plain float32 and formats that were not measured: the nearest kind."""
-        return _nearest(self.experts if experts else self.decode, fmt)
+    def decode_bytes_per_s(self, fmt: Format | None, *, experts: bool = False, tokens: float = 1) -> float:
+        """Packed bytes a second when they serve so many tokens; plain float32 (None) and formats that were not measured: the
+        nearest kind. Between the numbers of tokens that were measured time grows evenly, beyond them with the tokens."""
+        return 1 / _byte_s(_nearest(self.experts if experts else self.dense, fmt), tokens)
 
     def prefill_macs_per_s(self, fmt: Format | None) -> float:
-        return _nearest(self.prefill, fmt)
+        """Multiply-adds a second of a large prompt."""
+        rates, bits = _nearest(self.dense, fmt), 32.0 if fmt is None else fmt.bits_per_weight(4096, 4096)
+        most = max(rates)
+        return rates[most] * most * 8 / bits
 
     def load_s(self, nbytes: int) -> float:
         """One block of that size, alone."""
@@ -71,9 +81,21 @@ class Machine:
         return first.latency_s + share * (second.latency_s - first.latency_s)
 
     def disk_bytes_per_s(self, nbytes: int) -> float:
-        """Many blocks of that size, queued."""
+        """Many blocks of that size, queued, while nobody computes."""
+        return self._between(nbytes, lambda rate: rate.bytes_per_s)
+
+    def beside_bytes_per_s(self, nbytes: int) -> float:
+        """As ``disk_bytes_per_s``, while all threads compute."""
+        return self._between(nbytes, lambda rate: rate.beside_bytes_per_s)
+
+    def _between(self, nbytes: int, bytes_per_s: Callable[[DiskRate], float]) -> float:
+        """Between sizes that were measured the time of a block grows evenly; smaller blocks take as long as the smallest."""
         first, second = self._around(nbytes)
-        return min(first.bytes_per_s, second.bytes_per_s) if nbytes < first.block_bytes else second.bytes_per_s
+        first_s, second_s = (rate.block_bytes / bytes_per_s(rate) for rate in (first, second))
+        if second is first:
+            return nbytes / (first_s * max(1.0, nbytes / first.block_bytes))
+        share = (nbytes - first.block_bytes) / (second.block_bytes - first.block_bytes)
+        return nbytes / (first_s + share * (second_s - first_s))
 
     def _around(self, nbytes: int) -> tuple[DiskRate, DiskRate]:
         at = bisect_left([rate.block_bytes for rate in self.disk], nbytes)
@@ -82,24 +104,24 @@ class Machine:
         return (self.disk[at - 1], self.disk[at]) if at < len(self.disk) else (self.disk[-1], self.disk[-1])
 
     def with_rates(self, memory_bytes_per_s: int | None, disk_bytes_per_s: int | None) -> Machine:
-        """Another machine: its memory or disk bandwidth as given, kernels in proportion to memory."""
+        """Another machine: its memory or disk bandwidth as given; kernels in proportion to memory as long as reading weights is
+        most of their time."""
         out = self
         if memory_bytes_per_s:
             factor = memory_bytes_per_s / self.memory_bytes_per_s(self.threads)
             out = replace(
                 out,
                 memory={count: rate * factor for count, rate in self.memory.items()},
-                decode={fmt: rate * factor for fmt, rate in self.decode.items()},
-                experts={fmt: rate * factor for fmt, rate in self.experts.items()},
+                dense={fmt: _with_memory(rates, factor) for fmt, rates in self.dense.items()},
+                experts={fmt: _with_memory(rates, factor) for fmt, rates in self.experts.items()},
             )
         if disk_bytes_per_s:
             factor = disk_bytes_per_s / max(rate.bytes_per_s for rate in self.disk)
-            out = replace(
-                out,
-                disk=tuple(
-                    DiskRate(rate.block_bytes, rate.latency_s / factor, rate.bytes_per_s * factor) for rate in self.disk
-                ),
+            faster = (
+                DiskRate(r.block_bytes, r.latency_s / factor, r.bytes_per_s * factor, r.beside_bytes_per_s * factor)
+                for r in self.disk
             )
+            out = replace(out, disk=tuple(faster))
         return out
 
     def to_json(self) -> dict[str, Any]:
@@ -108,18 +130,27 @@ class Machine:
     @staticmethod
     def from_json(data: dict[str, Any]) -> Machine:
         disk = tuple(DiskRate(**rate) for rate in data["disk"])
-        return Machine(**{**data, "memory": {int(n): rate for n, rate in data["memory"].items()}, "disk": disk})
+        kernels = {kind: {fmt: _by_number(rates) for fmt, rates in data[kind].items()} for kind in ("dense", "experts")}
+        return Machine(**{**data, **kernels, "memory": _by_number(data["memory"]), "disk": disk})
 
 
 def assumed_machine(threads: int) -> Machine:
     """Stated defaults, for a machine nobody has measured: a laptop with an SSD."""
-    kinds = {"int4-g32": 0.8, "mxfp4-g32": 0.8, "int8-g32": 0.9, "bf16": 0.9, "f32": 0.9}
+    kinds = {
+        "int4-g32": (0.8, 4.5),
+        "mxfp4-g32": (0.8, 4.5),
+        "int8-g32": (0.9, 8.5),
+        "bf16": (0.9, 16),
+        "f32": (0.9, 32),
+    }
     memory = {count: min(count, 2) * 12e9 for count in range(1, threads + 1)}
-    decode = {kind: share * memory[threads] for kind, share in kinds.items()}
-    disk = tuple(DiskRate(size, 80e-6 + size / 2e9, 2e9) for size in (1 << 16, 1 << 18, 1 << 20, 1 << 22))
-    return Machine(
-        "", threads, memory, decode, decode, dict.fromkeys(kinds, threads * 50e9), {}, 120e-6, disk, is_measured=False
-    )
+    macs_per_s = threads * 50e9
+    rates = {
+        kind: {count: min(share * memory[threads], macs_per_s * bits / 8 / count) for count in TOKENS}
+        for kind, (share, bits) in kinds.items()
+    }
+    disk = tuple(DiskRate(size, 80e-6 + size / 2e9, 2e9, 2e9) for size in (1 << 16, 1 << 18, 1 << 20, 1 << 22))
+    return Machine("", threads, memory, rates, rates, {}, 120e-6, 20e-6, disk, is_measured=False)
 
 
 def fingerprint() -> str:
@@ -172,9 +203,34 @@ def _kept() -> dict[str, dict[str, Any]]:
     return found if isinstance(found, dict) else {}
 
 
-def _nearest(rates: Mapping[str, float], fmt: Format | None) -> float:
+def _by_number(rates: Mapping[str, float]) -> Rates:
+    return {int(count): rate for count, rate in rates.items()}
+
+
+def _byte_s(rates: Rates, tokens: float) -> float:
+    """Seconds a byte of weights that serves so many tokens."""
+    known = sorted(rates)
+    at = bisect_left(known, tokens)
+    if at == 0:
+        return 1 / rates[known[0]]
+    if at == len(known):
+        return tokens / known[-1] / rates[known[-1]]
+    low, high = known[at - 1], known[at]
+    return 1 / rates[low] + (tokens - low) / (high - low) * (1 / rates[high] - 1 / rates[low])
+
+
+def _with_memory(rates: Rates, factor: float) -> Rates:
+    """Rates under another memory bandwidth: arithmetic takes as long as before."""
+    reading = rates[min(rates)]
+    return {
+        count: rate * factor if rate > reading / 2 else min(rate, reading * factor) for count, rate in rates.items()
+    }
+
+
+def _nearest(rates: Mapping[str, Rates], fmt: Format | None) -> Rates:
     name = "f32" if fmt is None else str(fmt)
     if name in rates:
         return rates[name]
     kind = name.partition("-")[0]
-    return next((rate for known, rate in rates.items() if known.partition("-")[0] == kind), min(rates.values()))
+    slowest = min(rates.values(), key=lambda found: found[min(found)])
+    return next((found for known, found in rates.items() if known.partition("-")[0] == kind), slowest)
