@@ -62,11 +62,14 @@ def test_same_seed_gives_the_same_first_fifty_losses_and_they_fall(tmp_path: Pat
     assert first[-1] < first[0] - 1.0
 
 
-def test_two_workers_are_reproducible_too(tmp_path: Path, tokens: Path) -> None:
-    options = replace(OPTIONS, world_size=2, steps=6)
-    for name in ("first", "second"):
+def test_two_workers_are_reproducible_whenever_they_save(
+    tmp_path: Path, tokens: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    options = replace(OPTIONS, world_size=2, steps=12)
+    for name, save_every_s in (("first", 1e9), ("second", 1e9), ("saving", -1.0)):
+        monkeypatch.setattr("tidegate.train.trainer.SAVE_EVERY_S", save_every_s)
         Trainer(tmp_path / name, tokens, options, SHARES).run()
-    assert losses(tmp_path / "first") == losses(tmp_path / "second")
+    assert losses(tmp_path / "first") == losses(tmp_path / "second") == losses(tmp_path / "saving")
 
 
 @pytest.mark.parametrize(

@@ -142,8 +142,8 @@ def follow(shared: Shared, rank: int, num_threads: int) -> None:
     while step < shared.options.steps:
         worker.step(step, sequence)
         step, sequence = step + 1, sequence + shared.options.batch_sequences
-        told = int(shared.control)
         worker.meet()
+        told = int(shared.control)  # worker 0 sets it before it comes and leaves it until all met again
         if told == SAVE:
             worker.meet()
         if told == STOP:
