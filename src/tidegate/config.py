@@ -97,6 +97,14 @@ class EngineOptions:
     memory_bytes: int | None = _option(
         "bytes", None, "budget of the whole process, like 8GiB; default: what is available minus a reserve", low=1
     )
+    reserve: int | None = _option(
+        "int",
+        None,
+        "percent of memory that the default budget leaves to others; default: 10, or as much as they have taken during the last "
+        "runs, up to 30",
+        low=10,
+        high=30,
+    )
     context: int | None = _option(
         "int", None, "longest sequence in tokens, prompt and answer together; default: 4096 or the model's limit", low=2
     )

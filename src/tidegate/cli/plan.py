@@ -14,8 +14,9 @@ from tidegate.checkpoint.convert.options import ConvertOptions
 from tidegate.cli.options import flags
 from tidegate.cli.plan_text import advice_lines, markdown, plain, print_rich
 from tidegate.config import EngineOptions, parse_options
+from tidegate.engine.reserve import budget_of
 from tidegate.errors import BudgetTooSmall, CheckpointError, UsageError
-from tidegate.memory.budget import budget_of_machine, budget_of_process
+from tidegate.memory.budget import budget_of_machine
 from tidegate.planner.advise import choices, rule_of_thumb
 from tidegate.planner.card import make_card
 from tidegate.planner.headers import read_headers
@@ -53,9 +54,7 @@ def command(
     parsed = parse_options(EngineOptions, options)
     convert = ConvertOptions(parsed.experts or "auto", parsed.dense or "auto", parsed.group)
     budget = (
-        budget_of_machine(parsed.memory_bytes, parse_bytes(ram, "--ram"))
-        if ram
-        else budget_of_process(parsed.memory_bytes)
+        budget_of_machine(parsed.memory_bytes, parse_bytes(ram, "--ram"), parsed.reserve) if ram else budget_of(parsed)
     )
     threads = parsed.threads or len(os.sched_getaffinity(0))
     machine = load_machine(model).with_rates(

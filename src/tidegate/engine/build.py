@@ -22,6 +22,7 @@ from tidegate.engine.codec import TextCodec
 from tidegate.engine.engine import Engine
 from tidegate.engine.kv_cache import KvCache
 from tidegate.engine.needs import Sizes, needs_of, scored_rows, sizes_of, ways_out, with_chunk
+from tidegate.engine.reserve import budget_of, watch_others
 from tidegate.engine.scheduler import Scheduler
 from tidegate.errors import CorruptFile
 from tidegate.experts.base import CacheCounters
@@ -30,7 +31,7 @@ from tidegate.experts.loader import LoaderOptions, NativeLoader
 from tidegate.experts.lookahead import Lookahead
 from tidegate.experts.policy import policy_factory
 from tidegate.memory.arena import Arena
-from tidegate.memory.budget import Budget, budget_of_process
+from tidegate.memory.budget import Budget
 from tidegate.memory.ledger import Ledger
 from tidegate.memory.probe import process_memory
 from tidegate.model_config import ModelConfig
@@ -103,6 +104,7 @@ def build(store: ExpertStore, options: EngineOptions, reader: _core.BlockReader 
     sizes = sizes_of(config, options)
     ledger = _ledger(plan)
     with ExitStack() as resources:
+        resources.callback(watch_others())
         arena = Arena(ledger, plan.arena_bytes, threads)
         resources.callback(arena.close)
         dense = _read_dense(store, arena, ledger, options)
@@ -154,7 +156,7 @@ def build(store: ExpertStore, options: EngineOptions, reader: _core.BlockReader 
 
 def _plan(store: ExpertStore, options: EngineOptions, threads: int) -> tuple[EngineOptions, Plan, Budget]:
     """The options come back with what they left open filled in."""
-    budget, process = budget_of_process(options.memory_bytes), process_memory()
+    budget, process = budget_of(options), process_memory()
     options = with_chunk(store, options, process, threads, budget.limit_bytes)
     needs = needs_of(store, options, process, threads)
     ways = (

@@ -10,6 +10,7 @@ from tidegate.units import format_bytes
 
 # Left to others by the default budget. A control group is ours alone as a rule, so only the kernel needs a little there.
 _MACHINE_RESERVE_RATIO, _MACHINE_RESERVE_MIN_BYTES, _MACHINE_RESERVE_MAX_BYTES = 0.10, 256 << 20, 4 << 30
+_MOST_RESERVE_RATIO = 0.30  # whatever others have been seen to take
 _GROUP_RESERVE_RATIO, _GROUP_RESERVE_MIN_BYTES, _GROUP_RESERVE_MAX_BYTES = 0.02, 8 << 20, 256 << 20
 
 
@@ -30,23 +31,32 @@ class Ceiling:
 
 @dataclass(frozen=True)
 class Budget:
-    """The limit in bytes and the line that explains it."""
+    """The limit in bytes and the line that explains it. ``reserve_bytes``: left to others by the default, None with --memory."""
 
     limit_bytes: int
     explanation: str
+    reserve_bytes: int | None = None
 
 
 def ceilings(
-    machine: probe.MachineMemory, process: probe.ProcessMemory, groups: list[probe.Cgroup], address_space: int | None
+    machine: probe.MachineMemory,
+    process: probe.ProcessMemory,
+    groups: list[probe.Cgroup],
+    address_space: int | None,
+    reserve_percent: int | None = None,
+    rise_bytes: int = 0,
 ) -> list[Ceiling]:
-    """Everything that bounds this process, in the order machine, control groups (own first), address space."""
+    """Everything that bounds this process, in the order machine, control groups (own first), address space. The reserve is
+    ``reserve_percent``, or what is usual; on the machine then at least ``rise_bytes``, up to 30 %."""
     own = process.anon_bytes
+    usual = _clip(machine.total_bytes * _MACHINE_RESERVE_RATIO, _MACHINE_RESERVE_MIN_BYTES, _MACHINE_RESERVE_MAX_BYTES)
+    seen = min(rise_bytes, int(machine.total_bytes * _MOST_RESERVE_RATIO))
     out = [
         Ceiling(
             "available on this machine",
             min(machine.available_bytes + own, machine.total_bytes),
             machine.total_bytes,
-            _clip(machine.total_bytes * _MACHINE_RESERVE_RATIO, _MACHINE_RESERVE_MIN_BYTES, _MACHINE_RESERVE_MAX_BYTES),
+            max(usual, seen) if reserve_percent is None else machine.total_bytes * reserve_percent // 100,
         )
     ]
     for group in groups:
@@ -55,6 +65,8 @@ def ceilings(
             reserve = _clip(
                 group.limit_bytes * _GROUP_RESERVE_RATIO, _GROUP_RESERVE_MIN_BYTES, _GROUP_RESERVE_MAX_BYTES
             )
+            if reserve_percent is not None:
+                reserve = group.limit_bytes * reserve_percent // 100
             name = f"free in the control group {group.path}"
             out.append(Ceiling(name, max(0, group.limit_bytes - others), group.limit_bytes, reserve))
     if address_space is not None:
@@ -73,10 +85,10 @@ def choose_budget(memory_bytes: int | None, found: list[Ceiling]) -> Budget:
     """
     tightest = min(found, key=lambda ceiling: ceiling.default_bytes)
     if memory_bytes is None:
-        why = f"{format_bytes(tightest.free_bytes)} {tightest.name}, minus a reserve"
-        return Budget(
-            tightest.default_bytes, f"{format_bytes(tightest.default_bytes)} by default ({why}; set --memory)"
-        )
+        reserve = f"a reserve of {format_bytes(tightest.reserve_bytes)}"
+        why = f"{format_bytes(tightest.free_bytes)} {tightest.name}, minus {reserve}"
+        explanation = f"{format_bytes(tightest.default_bytes)} by default ({why}; set --memory)"
+        return Budget(tightest.default_bytes, explanation, tightest.reserve_bytes)
     hardest = min(found, key=lambda ceiling: ceiling.hard_bytes)
     if memory_bytes >= hardest.hard_bytes + 4096:  # the kernel keeps limits in whole pages, rounded down
         raise UsageError(
@@ -90,17 +102,27 @@ def choose_budget(memory_bytes: int | None, found: list[Ceiling]) -> Budget:
     return Budget(memory_bytes, explanation)
 
 
-def budget_of_process(memory_bytes: int | None) -> Budget:
+def budget_of_process(memory_bytes: int | None, reserve_percent: int | None = None, rise_bytes: int = 0) -> Budget:
     """``choose_budget`` with what the kernel says now about this process."""
+    _check_reserve(memory_bytes, reserve_percent)
     groups, limit = probe.memory_cgroups(), probe.address_space_limit()
-    return choose_budget(memory_bytes, ceilings(probe.machine_memory(), probe.process_memory(), groups, limit))
+    machine, process = probe.machine_memory(), probe.process_memory()
+    return choose_budget(memory_bytes, ceilings(machine, process, groups, limit, reserve_percent, rise_bytes))
 
 
-def budget_of_machine(memory_bytes: int | None, total_bytes: int) -> Budget:
+def budget_of_machine(memory_bytes: int | None, total_bytes: int, reserve_percent: int | None = None) -> Budget:
     """``choose_budget`` for an idle machine with that much memory. Raises UsageError for a budget above it."""
+    _check_reserve(memory_bytes, reserve_percent)
     idle = probe.ProcessMemory(0, 0, 0, 0, 0, 0, 0, 1)
-    found = ceilings(probe.MachineMemory(total_bytes, total_bytes), idle, [], None)
+    found = ceilings(probe.MachineMemory(total_bytes, total_bytes), idle, [], None, reserve_percent)
     return choose_budget(memory_bytes, [replace(found[0], name="of memory (--ram)")])
+
+
+def _check_reserve(memory_bytes: int | None, reserve_percent: int | None) -> None:
+    if memory_bytes is not None and reserve_percent is not None:
+        raise UsageError(
+            f"--reserve {reserve_percent}: only the default budget leaves a reserve; use it without --memory"
+        )
 
 
 def _clip(value: float, low: int, high: int) -> int:

@@ -89,6 +89,7 @@ class Card:
             "sequences": self.sizes.sequences,
             "budget_bytes": self.budget.limit_bytes,
             "budget": self.budget.explanation,
+            "reserve_bytes": self.budget.reserve_bytes,
             "smallest_bytes": self.needs.smallest_bytes,
             "largest_useful_bytes": self.needs.largest_useful_bytes,
             "verdict": self.verdict,
