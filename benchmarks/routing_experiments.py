@@ -12,20 +12,20 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Callable, Iterator
-from itertools import pairwise
+from collections.abc import Callable
+from itertools import accumulate, islice, pairwise
 from pathlib import Path
 from typing import Any
 
 from tidegate.experts.policy import POLICIES, DecayedLfu, PolicyFactory
-from tidegate.experts.predictor import Predictor
 from tidegate.experts.predictor_file import find_predictor
 from tidegate.experts.prefetch import PrefetchOptions
 from tidegate.experts.trace import TraceChunk, TraceReader
+from tidegate.sim.ahead import Foresight
 from tidegate.sim.batching import batched
 from tidegate.sim.belady import belady_hits
 from tidegate.sim.oracle import Oracle
-from tidegate.sim.replay import Step, whole_steps
+from tidegate.sim.replay import Step
 from tidegate.sim.simulate import Outcome, Profile, simulate
 
 HELD_OUT_RATIO = 0.15
@@ -35,31 +35,24 @@ Table = tuple[str, list[str], list[list[Any]]]
 
 
 class Bench:
-    """Held-out steps of a trace, and one call to simulate them."""
+    """Held-out tokens of a trace, one a step, and one call to simulate them. The sequences that are held out are those that
+    `fit-predictor` does not fit to."""
 
     def __init__(self, trace: Path, fitted: Path, num_steps: int) -> None:
         self.reader, self.fitted, self.num_steps = TraceReader(trace), fitted, num_steps
-        chunks = list(self.reader)
-        total = sum(len(chunk.step) for chunk in chunks)
-        held_out, seen = [], 0
-        for chunk in chunks:
-            if seen >= (1 - HELD_OUT_RATIO) * total:
-                held_out.append(chunk)
-            seen += len(chunk.step)
-        self.held_out: list[TraceChunk] = held_out
-        self.steps = list(self._head(whole_steps(held_out)))
+        pieces = chunks_by_sequence(list(self.reader))
+        ends = list(accumulate(len(piece.step) for piece in pieces))
+        cut = next(index for index, end in enumerate(ends) if end > (1 - HELD_OUT_RATIO) * ends[-1])
+        self.held_out: list[TraceChunk] = [p for p in pieces[cut:] if p.sequence[0] != pieces[cut - 1].sequence[0]]
+        self.steps = list(islice(batched(self.held_out, 1), num_steps))
         self.layers, self.experts = self.reader.meta.num_layers, self.reader.meta.num_experts
-
-    def _head(self, steps: Iterator[Step]) -> Iterator[Step]:
-        for _, step in zip(range(self.num_steps), steps, strict=False):
-            yield step
 
     def run(
         self, slots: int, load_ratio: float, *, policy: str | PolicyFactory = "decayed-lfu", predictor: str = "none",
         options: PrefetchOptions | None = None, bits: int = 4, predict_us: float = 20.0, steps: list[Step] | None = None,
         **oracle: float,
     ) -> Outcome:  # fmt: skip
-        """``predictor``: none, oracle, an unfitted kind, or the name of a file in the folder of fitted ones."""
+        """``predictor``: none, oracle, gates, an unfitted kind, or the name of a file in the folder of fitted ones."""
         size = (bits + 0.5) / 4.5
         profile = Profile(
             round(4 * MIB * size), 4 * MIB / (load_ratio * 1e-3), expert_s=0.5e-3 / 4 * size, dense_s=0.5e-3,
@@ -71,7 +64,9 @@ class Bench:
             self.predictor(predictor, **oracle), options,
         )  # fmt: skip
 
-    def predictor(self, name: str, **oracle: float) -> Predictor | None:
+    def predictor(self, name: str, **oracle: float) -> Foresight | None:
+        if name == "gates":
+            return "gates"
         if name == "oracle":
             return Oracle(self.layers, self.experts, **oracle)
         path = self.fitted / f"{name}.npz"
@@ -159,18 +154,9 @@ def thresholds(bench: Bench) -> Table:
 def predictors(bench: Bench) -> Table:
     """Every predictor in the simulator, group prefetch among them."""
     rows = []
-    for name in (
-        "last-token",
-        "window",
-        "decayed",
-        "token-table",
-        "markov",
-        "groups",
-        "lstm",
-        "window-mlp",
-        "mlp",
-        "oracle",
-    ):
+    names = ["last-token", "window", "decayed", "token-table", "markov", "groups", "lstm", "window-mlp", "mlp"]
+    names += [name for name in ("semantic", "next-gate") if (bench.fitted / f"{name}.npz").exists()]
+    for name in [*names, *(["gates"] if bench.reader.meta.guess_reach else []), "oracle"]:
         cells: list[Any] = [name]
         for ratio in (0.25, 1.0, 5.0):
             base = bench.run(8, ratio)
@@ -271,6 +257,11 @@ def percent(ratio: float) -> str:
     return f"{100 * ratio:.1f}"
 
 
+def markdown(head: list[str], rows: list[list[Any]]) -> str:
+    lines = ["| " + " | ".join(head) + " |", "|" + "---|" * len(head)]
+    return "\n".join([*lines, *("| " + " | ".join(map(str, row)) + " |" for row in rows)])
+
+
 EXPERIMENTS: tuple[Callable[[Bench], Table], ...] = (
     policies, half_lives, predictors, fixed_count, thresholds, staging, accuracy, predictor_cost, bits, batches,
 )  # fmt: skip
@@ -317,8 +308,7 @@ def main() -> None:
         name = experiment.__name__
         if options.only in (None, name):
             title, head, rows = experiment(bench)
-            lines = [f"### {title}", "", "| " + " | ".join(head) + " |", "|" + "---|" * len(head)]
-            text = "\n".join([*lines, *("| " + " | ".join(map(str, row)) + " |" for row in rows)])
+            text = f"### {title}\n\n{markdown(head, rows)}"
             (options.out / f"{name}.md").write_text(text + "\n", encoding="utf-8")
             (options.out / f"{name}.json").write_text(json.dumps({"title": title, "head": head, "rows": rows}))
             print(text, flush=True)

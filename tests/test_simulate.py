@@ -66,6 +66,12 @@ def test_promoted_and_cancelled_loads():
     loader.now_s = 5.0
     assert loader.is_ready(0) and not loader.cancel(0)
     assert loader.speculative_bytes == CHUNK_BYTES and loader.demand_bytes == 3 * CHUNK_BYTES
+    small = ClockLoader(2, CHUNK_BYTES, CHUNK_BYTES)
+    small.load(KEY, 0, demand=False)
+    small.now_s = 0.5
+    assert not small.is_ready(0) and small.cancel(0)  # its only chunk is under way, and is read for nothing
+    small.load(KEY, 1, demand=True)
+    assert small.ready_s(1) == 2.0
 
 
 def test_only_a_load_that_finds_the_channel_idle_waits_for_the_latency():

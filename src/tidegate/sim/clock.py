@@ -43,11 +43,12 @@ class ClockLoader(Loader):
             self._queue.append(_Speculation(slot, self.now_s, self._expert_bytes))
 
     def cancel(self, slot: int) -> bool:
+        """A chunk that is under way still keeps the channel, as in the native loader."""
         self._catch_up()
-        job = self._take(slot)
-        if job is not None:
-            self._ready_s[slot] = 0.0
-        return job is not None
+        if self._take(slot) is None and self._ready_s[slot] <= self.now_s:
+            return False
+        self._ready_s[slot] = 0.0
+        return True
 
     def promote(self, slot: int) -> None:
         self._catch_up()
