@@ -1,4 +1,4 @@
-"""A model on a machine as the simulator's clock wants it: the forecast's seconds, layer by layer."""
+"""A model on a machine as the simulator's clock wants it: the planner's seconds, layer by layer."""
 
 from __future__ import annotations
 
@@ -7,9 +7,8 @@ from tidegate.engine.needs import PackedModel, needs_of, sizes_of
 from tidegate.errors import UsageError
 from tidegate.plan import make_plan
 from tidegate.planner.card import expected_process
-from tidegate.planner.forecast import make_forecast
 from tidegate.planner.machine import Machine
-from tidegate.planner.routing import HitRates
+from tidegate.planner.step_clock import StepClock
 from tidegate.sim.simulate import Profile
 
 
@@ -20,10 +19,8 @@ def simulated_profile(model: PackedModel, options: EngineOptions, machine: Machi
     if moe is None or not model.layouts:
         raise UsageError("--model: this model has no experts, so there is nothing to simulate")
     needs = needs_of(model, options, expected_process(machine, config.vocab_size), threads)
-    plan, all_here = make_plan(needs.largest_useful_bytes, needs), HitRates(1.0, 1.0, 1.0, "all resident")
-    step = make_forecast(
-        model, plan, sizes_of(config, options), machine, all_here, threads=threads, prompt_tokens=1, prefetch=False
-    ).step  # fmt: skip
+    plan = make_plan(needs.largest_useful_bytes, needs)
+    step = StepClock(model, plan, sizes_of(config, options), machine, threads, prefetch=False).decode(1.0, None)
     head = model.dense["embed" if config.tied_embeddings else "head"]
     head_s = head.nbytes / machine.decode_bytes_per_s(head.fmt)
     layers, nbytes = config.num_moe_layers, needs.slot_bytes
