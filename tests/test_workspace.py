@@ -8,6 +8,7 @@ import checkpoints
 from engines import fixed_process, load_model
 from stores import deepseek_config, qwen_config, write_store
 from tidegate.checkpoint.convert import convert
+from tidegate.engine.needs import activations_of
 
 __all__ = ["fixed_process"]
 
@@ -20,6 +21,10 @@ def _check(store: Path, context: int, **options: int) -> None:
         model.logits(prompts[0][:40])
         used = model._runtime.engine.decoder.backend.workspace_peak_bytes
         planned = model.plan.needs.workspace_bytes
+        counted = activations_of(model._runtime.store, model._runtime.sizes, options["threads"])
+    assert (
+        counted.peak_bytes <= planned < counted.peak_bytes + (4 << 20) and counted.unshared_bytes > counted.peak_bytes
+    )
     assert used <= planned <= 1.3 * used + (256 << 10), (options, used, planned)
 
 

@@ -33,16 +33,26 @@ class StepShape:
     wide_inputs: bool = False
 
 
+@dataclass(frozen=True)
+class Activations:
+    """Of the largest step. ``peak_bytes``: with memory reused between operators, an upper bound, close; ``unshared_bytes``: if
+    every array had memory of its own until the step's end."""
+
+    peak_bytes: int
+    unshared_bytes: int
+
+
 class _Level:
     """A bump allocator that only counts."""
 
     def __init__(self, wide_inputs: bool) -> None:
         self._wide_inputs = wide_inputs
-        self._now = self.peak_bytes = 0
+        self._now = self.peak_bytes = self.unshared_bytes = 0
 
     def bytes(self, count: int) -> None:
         self._now = align_up(self._now, _ALIGNMENT) + count
         self.peak_bytes = max(self.peak_bytes, self._now)
+        self.unshared_bytes = align_up(self.unshared_bytes, _ALIGNMENT) + count
 
     def matrix(self, rows: int, cols: int) -> None:
         self.bytes(4 * rows * cols)
@@ -90,7 +100,7 @@ class _Counter:
         self._config, self._dense, self._layouts, self._kv, self._shape = config, dense, layouts, kv, shape
         self._level = _Level(shape.wide_inputs)
 
-    def count(self) -> int:
+    def count(self) -> Activations:
         level, config, shape = self._level, self._config, self._shape
         level.matrix(shape.tokens, config.hidden_size)
         moe_layer = 0
@@ -107,7 +117,7 @@ class _Counter:
         level.matrix(shape.logit_rows, config.hidden_size)
         head = self._dense["embed" if config.tied_embeddings else "head"]
         level.linear(head, shape.logit_rows, config.vocab_size, config.hidden_size)
-        return level.peak_bytes
+        return Activations(level.peak_bytes, level.unshared_bytes)
 
     def _grouped(self, prefix: str) -> None:
         level, att, tokens, hidden = self._level, self._config.attention, self._shape.tokens, self._config.hidden_size
@@ -194,12 +204,12 @@ class _Counter:
             level.linear(self._dense[prefix + "shared_gate"], tokens, 1, hidden)
 
 
-def workspace_bytes(
+def activations(
     config: ModelConfig,
     dense: Mapping[str, Format],
     layouts: Sequence[ExpertLayout],
     kv: KvLayout,
     shape: StepShape,
-) -> int:
-    """Upper bound, close. ``dense``: formats of the dense matrices; ``layouts``: one a MoE layer."""
+) -> Activations:
+    """``dense``: formats of the dense matrices; ``layouts``: one a MoE layer."""
     return _Counter(config, dense, layouts, kv, shape).count()

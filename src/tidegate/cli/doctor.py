@@ -10,10 +10,11 @@ import typer
 
 from tidegate.cli.options import flags
 from tidegate.cli.progress import ByteProgress
-from tidegate.config import EngineOptions, parse_options
+from tidegate.config import EngineOptions, SamplingOptions, parse_options
 from tidegate.engine.bench import make_card, measure
 from tidegate.engine.build import Runtime, build
 from tidegate.engine.model import Model
+from tidegate.engine.sequence import Sequence
 from tidegate.engine.source import open_store
 from tidegate.planner.doctor import Observed, comparison, findings
 from tidegate.planner.machine import load_machine
@@ -51,7 +52,8 @@ def _observe(runtime: Runtime, prompt: int, answer: int) -> Observed:
     others = OtherWork()
     ids = np.random.default_rng(0).integers(0, runtime.config.vocab_size, prompt + answer).tolist()
     found = measure(runtime, make_card(runtime, prompt + answer), ids, prompt)
-    counters = found.decode.counters
+    counters, stats = found.decode.counters, runtime.stats()
+    _largest_step(runtime, ids)
     visits = counters["demand_hits"] + counters["prefetch_hits"] + counters["misses"]
     return Observed(
         runtime.store,
@@ -59,9 +61,18 @@ def _observe(runtime: Runtime, prompt: int, answer: int) -> Observed:
         runtime.sizes,
         load_machine(runtime.store.path),
         runtime.threads,
-        runtime.stats(),
+        stats,
         1 - counters["misses"] / visits if visits else 1.0,
         counters["wait_ns"] / 1e9,
         getattr(runtime.decoder.backend, "workspace_peak_bytes", 0),
         others.ratio(),
     )
+
+
+def _largest_step(runtime: Runtime, ids: list[int]) -> None:
+    """A step of as many tokens as the plan allows for, so that activations are seen at their peak."""
+    count = min(runtime.sizes.prefill_chunk, runtime.sizes.context_tokens - 1)
+    tokens = (ids * -(-count // len(ids)))[:count]
+    runtime.engine.scheduler.add(Sequence(-1, tokens, 1, SamplingOptions(ignore_eos=True)))
+    while not runtime.engine.scheduler.is_idle:
+        runtime.engine.step()

@@ -35,7 +35,8 @@ def memory_rows(card: Card) -> list[Row]:
         "KV cache": f"{format_bytes(card.sizes.kv.token_bytes)} a token, {card.sizes.context_tokens:,} tokens"
         + (f" x {card.sizes.sequences}" if card.sizes.sequences > 1 else ""),
         "expert slots": _slots_note(card),
-        "workspace": f"activations of {card.sizes.step_tokens:,} tokens, buffers reused between operators",
+        "workspace": f"activations of {card.sizes.step_tokens:,} tokens; {format_bytes(card.activations.unshared_bytes)} if "
+        "operators did not reuse each other's memory",
     }
     return [(owner, size, notes.get(owner, "")) for owner, size in accounts.items() if size]
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from typing import Protocol
 
 from tidegate.backends.base import KvLayout
-from tidegate.backends.cpu_workspace import StepShape, workspace_bytes
+from tidegate.backends.cpu_workspace import Activations, StepShape, activations
 from tidegate.checkpoint.manifest import ALIGNMENT, DenseEntry, lay_out
 from tidegate.config import EngineOptions
 from tidegate.errors import UsageError
@@ -85,7 +85,7 @@ def needs_of(store: PackedModel, options: EngineOptions, process: ProcessMemory,
         growth_bytes=growth + SAMPLER_BYTES_PER_LOGIT * config.vocab_size,
         dense_bytes=store.dense_bytes,
         kv_bytes=align_up(sizes.num_pages * sizes.kv.page_bytes, PAGE_BYTES),
-        workspace_bytes=align_up(_workspace_bytes(store, sizes, threads), PAGE_BYTES),
+        workspace_bytes=align_up(activations_of(store, sizes, threads).peak_bytes, PAGE_BYTES),
         staging_bytes=0,
         slot_bytes=max((layout.blob_bytes for layout in store.layouts), default=0),
         num_layers=len(store.layouts),
@@ -188,10 +188,11 @@ def _halvings(start: int, floor: int) -> list[int]:
     return out
 
 
-def _workspace_bytes(store: PackedModel, sizes: Sizes, threads: int) -> int:
+def activations_of(store: PackedModel, sizes: Sizes, threads: int) -> Activations:
+    """Of the largest step that these sizes allow."""
     dense = {entry.name: entry.fmt for entry in store.dense.values() if entry.fmt is not None}
     shape = StepShape(sizes.step_tokens, sizes.sequences, sizes.context_tokens, threads, sizes.wide_inputs)
-    return workspace_bytes(store.config, dense, store.layouts, sizes.kv, shape)
+    return activations(store.config, dense, store.layouts, sizes.kv, shape)
 
 
 def scored_rows(config: ModelConfig, sizes: Sizes, workspace: int) -> int:

@@ -6,10 +6,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from tidegate.backends.cpu_workspace import Activations
 from tidegate.checkpoint.inventory import count_parameters, dense_tensors
 from tidegate.config import EngineOptions
 from tidegate.engine.build import Runtime
-from tidegate.engine.needs import PackedModel, Sizes, alternatives, needs_of, sizes_of, with_chunk
+from tidegate.engine.needs import PackedModel, Sizes, activations_of, alternatives, needs_of, sizes_of, with_chunk
 from tidegate.memory.budget import Budget
 from tidegate.memory.probe import ProcessMemory
 from tidegate.plan import Needs, Plan, make_plan
@@ -60,6 +61,10 @@ class Card:
         return "fits" if self.plan.resident_ratio == 1 else "streams"
 
     @property
+    def activations(self) -> Activations:
+        return activations_of(self.headers, self.sizes, self.threads)
+
+    @property
     def disk_bytes(self) -> int:
         """What the store takes, without its manifest and tokenizer."""
         return self.headers.dense_bytes + self.headers.expert_bytes
@@ -85,6 +90,7 @@ class Card:
             "kv_bytes_per_token": self.sizes.kv.token_bytes,
             "kv_bytes": self.needs.kv_bytes,
             "activation_bytes": self.needs.workspace_bytes,
+            "activation_bytes_without_reuse": self.activations.unshared_bytes,
             "context": self.sizes.context_tokens,
             "sequences": self.sizes.sequences,
             "budget_bytes": self.budget.limit_bytes,
