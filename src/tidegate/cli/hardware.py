@@ -5,11 +5,13 @@ from __future__ import annotations
 import json
 import os
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
+from tidegate.backends.cuda.probe import measure_cuda, torch_with_cuda
 from tidegate.checkpoint.convert.cache import cache_folder
 from tidegate.checkpoint.manifest import EXPERTS_FILE
 from tidegate.errors import UsageError
@@ -42,6 +44,11 @@ def command(
         again = "; measuring again" if number + 1 < TRIES else ""
         print(f"others use {found.busy_ratio:.0%} of the processors{again}", file=sys.stderr)
     assert machine is not None
+    torch, missing = torch_with_cuda()
+    if torch is not None:
+        machine = replace(machine, cuda=measure_cuda(torch))
+    else:
+        print(f"CUDA: not measured, {missing}", file=sys.stderr)
     print(json.dumps(machine.to_json()) if as_json else "\n".join(_lines(machine)))
     if machine.busy_ratio > MOST_BUSY_RATIO:
         print("tidegate: not kept, because the machine is busy; run it again when it is idle", file=sys.stderr)
@@ -89,6 +96,14 @@ def _lines(machine: Machine) -> list[str]:
         f"further sequence; the process takes "
         f"{format_bytes(machine.runtime_bytes)} before a model; others used {machine.busy_ratio:.0%} of the processors"
     )
+    if machine.cuda is not None:
+        cuda = machine.cuda
+        products = ", ".join(f"{name} {rate / 1e9:.0f}" for name, rate in cuda.macs_per_s.items())
+        lines.append(
+            f"{cuda.name}: {format_bytes(cuda.free_bytes)} of {format_bytes(cuda.total_bytes)} free, reads "
+            f"{_gb(cuda.memory_bytes_per_s)}, pinned copies {_gb(cuda.to_device_bytes_per_s)} there and "
+            f"{_gb(cuda.from_device_bytes_per_s)} back; G multiply-adds/s: {products}"
+        )
     return lines
 
 

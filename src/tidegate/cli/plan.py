@@ -12,16 +12,16 @@ import typer
 
 from tidegate.checkpoint.convert.options import ConvertOptions
 from tidegate.cli.options import flags
-from tidegate.cli.plan_text import advice_lines, markdown, plain, print_rich
+from tidegate.cli.plan_text import advice_lines, device_lines, markdown, plain, print_rich
 from tidegate.config import EngineOptions, parse_options
 from tidegate.engine.reserve import budget_of
 from tidegate.errors import BudgetTooSmall, CheckpointError, UsageError
 from tidegate.memory.budget import budget_of_machine
 from tidegate.planner.advise import choices, rule_of_thumb
-from tidegate.planner.card import make_card
+from tidegate.planner.card import Card, make_card, with_device
 from tidegate.planner.headers import read_headers
 from tidegate.planner.machine import load_machine
-from tidegate.units import parse_bytes
+from tidegate.units import format_bytes, parse_bytes
 
 
 @flags({"Model and memory": EngineOptions}, aliases={"sequences": "--batch"})
@@ -33,6 +33,15 @@ def command(
         ),
     ],
     ram: Annotated[str | None, typer.Option(metavar="BYTES", help="Plan for a machine with this much memory.")] = None,
+    vram: Annotated[
+        str | None, typer.Option(metavar="BYTES", help="Also plan for a CUDA device with this much memory, on paper.")
+    ] = None,
+    vram_bandwidth: Annotated[
+        str | None, typer.Option(metavar="BYTES/s", help="Its memory bandwidth, like 1000GB/s; with --vram.")
+    ] = None,
+    link_bandwidth: Annotated[
+        str | None, typer.Option(metavar="BYTES/s", help="Bandwidth of its link to the host, like 25GB/s; with --vram.")
+    ] = None,
     memory_bandwidth: Annotated[
         str | None, typer.Option(metavar="BYTES/s", help="Forecast for this memory bandwidth, like 40GB/s.")
     ] = None,
@@ -51,6 +60,8 @@ def command(
     """Reads no weights. Without measured rates (tidegate hardware) the forecast says that its rates are assumed."""
     if as_json and as_markdown:
         raise UsageError("--json or --markdown, not both")
+    if vram is None and (vram_bandwidth or link_bandwidth):
+        raise UsageError("--vram-bandwidth and --link-bandwidth: only with --vram")
     parsed = parse_options(EngineOptions, options)
     convert = ConvertOptions(parsed.experts or "auto", parsed.dense or "auto", parsed.group)
     budget = (
@@ -68,23 +79,46 @@ def command(
         card = make_card(headers, parsed, budget, machine, threads, prompt_tokens=prompt, trace=trace)
     except CheckpointError as error:
         raise UsageError(str(error)) from None
+    if vram is not None:
+        rates = _rate(vram_bandwidth, "--vram-bandwidth"), _rate(link_bandwidth, "--link-bandwidth")
+        card = with_device(card, machine, parse_bytes(vram, "--vram"), *rates, prompt)
     found = choices(card, machine) if advise else []
     if as_json:
         advice = {"choices": [one.to_json() for one in found], "rule_of_thumb": rule_of_thumb(card)} if advise else {}
         print(json.dumps(card.to_json() | advice))
-    elif as_markdown:
+    else:
+        _show(card, as_markdown)
+        if advise:
+            print("\n".join(advice_lines(card, found)))
+    _check_fits(card)
+    return 0
+
+
+def _show(card: Card, as_markdown: bool) -> None:
+    if as_markdown:
         print(markdown(card))
     elif sys.stdout.isatty():
         print_rich(card)
     else:
         print(plain(card))
-    if advise and not as_json:
-        print("\n".join(advice_lines(card, found)))
+    if card.device is not None:
+        lines = device_lines(card.device)
+        print("\n".join(["", *(f"- {line.strip()}" for line in lines)] if as_markdown else lines))
+
+
+def _check_fits(card: Card) -> None:
+    """Raises BudgetTooSmall; with a device UsageError if its memory is too small."""
+    if card.device is not None:
+        missing = card.device.shortfall_bytes
+        if missing:
+            raise UsageError(
+                f"--vram: {format_bytes(missing)} are missing; use fewer bits, a shorter --context or more VRAM"
+            )
+        return
     if card.plan is None:
         enough = [way.flag for way in card.ways_out if way.smallest_bytes <= card.budget.limit_bytes]
         hint = f"it fits with {' or '.join(enough)}" if enough else "raise --memory or use fewer bits"
         raise BudgetTooSmall(card.budget.limit_bytes, card.needs.smallest_bytes, hint)
-    return 0
 
 
 def _rate(text: str | None, flag: str) -> int | None:

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 from tidegate.planner.advise import QUALITY_BOUND, Choice, rule_of_thumb
 from tidegate.planner.card import Card, expert_formats
+from tidegate.planner.device import NOTE, DevicePlan
 from tidegate.planner.forecast import Forecast
 from tidegate.units import format_bytes, format_seconds
 
@@ -92,6 +93,28 @@ def way_lines(card: Card) -> list[str]:
         fits = f"{way.tokens_per_s:.1f} tokens/s" if way.tokens_per_s else f"needs {format_bytes(way.smallest_bytes)}"
         lines.append(f"{way.flag}: {fits}, {way.cost}")
     return lines
+
+
+def device_lines(found: DevicePlan) -> list[str]:
+    """The tiers, the forecast, and that it is on paper only."""
+    lines = [f"with {format_bytes(found.vram_bytes)} of VRAM, {NOTE}:"]
+    for tier, owners in (("VRAM", found.vram), ("RAM", found.ram), ("disk", found.disk)):
+        parts = ", ".join(f"{owner} {format_bytes(size)}" for owner, size in owners.items() if size)
+        lines.append(f"  {tier}: {parts or 'nothing'}")
+    rates = found.rates
+    source = f"{rates.vram_bytes_per_s / 1e9:.0f} GB/s of VRAM, {rates.link_bytes_per_s / 1e9:.0f} GB/s of link, {rates.source}"
+    if found.forecast is None:
+        return [*lines, f"  does not fit: {_exact(found.shortfall_bytes)} of VRAM are missing"]
+    if found.slots:
+        lines.append(
+            f"  of a layer's experts at least {min(found.slots)} in VRAM, {min(found.ram_slots)} in RAM; the hottest first"
+        )
+    return [
+        *lines,
+        f"  decode {found.forecast.decode_tokens_per_s:.1f} tokens/s ({found.forecast.low_tokens_per_s:.1f} to "
+        f"{found.forecast.high_tokens_per_s:.1f}), {found.binding} binds; prompt "
+        f"{found.forecast.prefill_tokens_per_s:.0f} tokens/s ({source})",
+    ]
 
 
 def advice_lines(card: Card, found: list[Choice]) -> list[str]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +14,7 @@ from tidegate.engine.needs import PackedModel, Sizes, activations_of, alternativ
 from tidegate.memory.budget import Budget
 from tidegate.memory.probe import ProcessMemory
 from tidegate.plan import Needs, Plan, make_plan
+from tidegate.planner.device import DevicePlan, device_rates, make_device_plan
 from tidegate.planner.forecast import Forecast, make_forecast
 from tidegate.planner.headers import ModelHeaders
 from tidegate.planner.machine import RUNTIME_BYTES_PER_TOKEN, Machine, load_machine
@@ -37,7 +38,8 @@ class WayOut:
 
 @dataclass(frozen=True)
 class Card:
-    """``plan`` and ``forecast`` are None when the budget is too small; ``ways_out`` says what to do then."""
+    """``plan`` and ``forecast`` are None when the budget is too small; ``ways_out`` says what to do then. ``device``: on paper,
+    for --vram."""
 
     headers: ModelHeaders
     options: EngineOptions
@@ -48,6 +50,7 @@ class Card:
     plan: Plan | None
     forecast: Forecast | None
     ways_out: tuple[WayOut, ...]
+    device: DevicePlan | None = None
 
     @property
     def shortfall_bytes(self) -> int:
@@ -103,6 +106,7 @@ class Card:
             "tiers_bytes": {"host": self.plan.planned_bytes if self.plan else self.needs.smallest_bytes, "disk": self.disk_bytes},
             "plan": self.plan.to_json() if self.plan else None,
             "forecast": self.forecast.to_json() if self.forecast else None,
+            "device": self.device.to_json() if self.device else None,
             "ways_out": [vars(way) for way in self.ways_out],
             "options": vars(self.options) | {"threads": self.threads},
         }  # fmt: skip
@@ -131,6 +135,30 @@ def make_card(
         forecast = _forecast(headers, plan, sizes, options, machine, threads, prompt, trace)
     ways = () if plan else _ways_out(headers, options, budget, machine, process, threads, prompt)
     return Card(headers, options, threads, budget, sizes, needs, plan, forecast, ways)
+
+
+def with_device(
+    card: Card,
+    machine: Machine,
+    vram_bytes: int,
+    vram_bytes_per_s: int | None,
+    link_bytes_per_s: int | None,
+    prompt: int | None,
+) -> Card:
+    """The card with the same model beside a CUDA device; the budget is that of the host's memory."""
+    return replace(
+        card,
+        device=make_device_plan(
+            card.headers,
+            card.needs,
+            card.sizes,
+            machine,
+            device_rates(machine, vram_bytes_per_s, link_bytes_per_s),
+            vram_bytes=vram_bytes,
+            ram_bytes=card.budget.limit_bytes,
+            prompt_tokens=prompt or max(1, card.sizes.context_tokens // 4),
+        ),
+    )
 
 
 def expected_process(machine: Machine, vocab_size: int) -> ProcessMemory:

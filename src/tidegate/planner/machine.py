@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import tidegate
+from tidegate.backends.cuda.probe import CudaRates
 from tidegate.checkpoint.convert.cache import cache_folder
 from tidegate.memory.probe import machine_memory
 from tidegate.quant.formats import Format
@@ -40,7 +41,7 @@ class Machine:
     format and by how many tokens each of them serves (a matrix; 8 experts of a layer). ``isas``: int4 matrices at one token, by
     instruction set. ``layer_s``: what a layer costs beside its weights, ``row_s``: for each further sequence of a step.
     ``beside_loads_ratio``: speed of the kernels while experts arrive, of that alone. ``busy_ratio``: the share of the processors
-    that others took meanwhile."""
+    that others took meanwhile. ``cuda``: the first device, if there is one."""
 
     fingerprint: str
     threads: int
@@ -55,6 +56,7 @@ class Machine:
     runtime_bytes: int = RUNTIME_BYTES
     busy_ratio: float = 0.0
     is_measured: bool = True
+    cuda: CudaRates | None = None
 
     def memory_bytes_per_s(self, threads: int) -> float:
         """With that many threads; more than were measured add nothing."""
@@ -131,7 +133,8 @@ class Machine:
     def from_json(data: dict[str, Any]) -> Machine:
         disk = tuple(DiskRate(**rate) for rate in data["disk"])
         kernels = {kind: {fmt: _by_number(rates) for fmt, rates in data[kind].items()} for kind in ("dense", "experts")}
-        return Machine(**{**data, **kernels, "memory": _by_number(data["memory"]), "disk": disk})
+        cuda = CudaRates(**data["cuda"]) if data.get("cuda") else None
+        return Machine(**{**data, **kernels, "cuda": cuda, "memory": _by_number(data["memory"]), "disk": disk})
 
 
 def assumed_machine(threads: int) -> Machine:

@@ -1,0 +1,1 @@
+"""What there is for CUDA so far: a probe of the devices. Nothing computes there yet."""
