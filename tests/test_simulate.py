@@ -88,6 +88,24 @@ def test_only_a_load_that_finds_the_channel_idle_waits_for_the_latency():
     assert loader.is_ready(2) and loader.busy_ratio() == pytest.approx(0.5)
 
 
+def test_computation_and_loads_slow_each_other_while_both_last():
+    loader = ClockLoader(3, 4 * CHUNK_BYTES, CHUNK_BYTES, load_beside_ratio=0.5, compute_beside_ratio=0.8)
+    loader.compute(3.0)  # alone
+    assert loader.now_s == 3.0
+    loader.load(KEY, 0, demand=True)
+    loader.load(KEY, 1, demand=True)
+    loader.compute(4.0)  # takes 5 beside the loads, which get 2.5 of their 8 s done
+    assert loader.now_s == pytest.approx(8.0)
+    assert [loader.ready_s(slot) for slot in (0, 1)] == pytest.approx([8 + 1.5, 8 + 5.5])
+    loader.now_s = loader.ready_s(0)
+    loader.compute(10.0)  # the second load's last 4 s take 8, in which 6.4 s of the computation are done
+    assert loader.ready_s(1) == pytest.approx(9.5 + 8) and loader.now_s == pytest.approx(9.5 + 8 + 3.6)
+    loader.load(KEY, 2, demand=False)
+    loader.compute(8.0)  # beside a load that nobody asked for: 8 s for its 4 chunks
+    assert loader.now_s == pytest.approx(21.1 + 8 + 1.6) and loader.is_ready(2)
+    assert loader.busy_ratio() == pytest.approx((5 + 1.5 + 8 + 8) / loader.now_s)
+
+
 def test_a_timeline_by_hand(tmp_path):
     # One layer, one slot: A misses, A hits, B misses. Dense 1 s, expert 2 s, load 4 s, token 0.5 s.
     import_arrays(tmp_path / "t.trace", np.array([[[0]], [[0]], [[1]]], np.uint8), np.array([0, 3]), num_experts=2)

@@ -33,6 +33,8 @@ def simulated_profile(model: PackedModel, options: EngineOptions, machine: Machi
         dense_s=max(0.0, step.weights_s - head_s + step.kv_s + step.overhead_s) / layers,
         token_s=head_s,
         latency_s=max(0.0, machine.load_s(nbytes) - nbytes / bandwidth),
+        load_beside_ratio=machine.beside_bytes_per_s(nbytes) / bandwidth,
+        compute_beside_ratio=machine.beside_loads_ratio,
         predict_s=_GATE_SHARE * machine.layer_s + gate_bytes / machine.decode_bytes_per_s(None),
     )
 

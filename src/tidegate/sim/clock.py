@@ -25,8 +25,14 @@ class ClockLoader(Loader):
     """``now_s`` is set by whoever simulates, and only ever grows. A load that finds the channel
     idle pays ``latency_s``; one that waits in the queue is ready to go when its turn comes."""
 
-    def __init__(self, num_slots: int, expert_bytes: int, bandwidth_bytes_per_s: float, latency_s: float = 0.0) -> None:
+    def __init__(
+        self, num_slots: int, expert_bytes: int, bandwidth_bytes_per_s: float, latency_s: float = 0.0, *,
+        load_beside_ratio: float = 1.0, compute_beside_ratio: float = 1.0,
+    ) -> None:  # fmt: skip
         self.now_s = 0.0
+        self._load_speed, self._compute_speed = load_beside_ratio, compute_beside_ratio
+        self._slow_each_other = load_beside_ratio != 1.0 or compute_beside_ratio != 1.0
+        self._loading: list[int] = []  # on demand, kept only where they are slowed
         self.demand_bytes = self.speculative_bytes = 0
         self.busy_s = 0.0
         self._asked_s = (0.0, 0.0)  # busy, now
@@ -61,6 +67,31 @@ class ClockLoader(Loader):
             self._catch_up()
         return self._ready_s[slot] <= self.now_s
 
+    def compute(self, duration_s: float) -> None:
+        """Let time pass with a computation that takes so long by itself. Beside loads it is slower, and so are they; loads that
+        nobody asked for are taken to run beside computation all the time."""
+        if not self._slow_each_other:
+            self.now_s += duration_s
+            return
+        self._catch_up()
+        speed, load_speed, start_s = self._compute_speed, self._load_speed, self.now_s
+        self._loading = [slot for slot in self._loading if start_s < self._ready_s[slot] < _NEVER]
+        left_s = max(0.0, self._free_s - start_s) / (load_speed if self._loading else 1.0)
+        left_s += sum(job.left_bytes for job in self._queue) / (self._bandwidth * load_speed)
+        both_s = min(duration_s / speed, left_s)
+        if self._loading:
+            self.busy_s -= self._free_s
+            self._free_s = self._later(self._free_s, both_s)
+            self.busy_s += self._free_s
+            for slot in self._loading:
+                self._ready_s[slot] = self._later(self._ready_s[slot], both_s)
+        self.now_s += both_s + max(0.0, duration_s - both_s * speed)
+
+    def _later(self, end_s: float, both_s: float) -> float:
+        """When a load ends that would end then, if compute runs beside it for so long from now on."""
+        left_s = end_s - self.now_s
+        return self.now_s + min(left_s / self._load_speed, left_s + both_s * (1 - self._load_speed))
+
     def busy_ratio(self) -> float:
         """How much of the time since the last call the channel was busy, 0 to 1."""
         self._catch_up()
@@ -81,6 +112,8 @@ class ClockLoader(Loader):
             start_s = self.now_s
             duration_s += self._latency_s if nbytes == self._expert_bytes else 0.0
         self._free_s = self._ready_s[slot] = start_s + duration_s
+        if self._slow_each_other:
+            self._loading.append(slot)
         self.busy_s += duration_s
         self.demand_bytes += nbytes
 
@@ -93,7 +126,7 @@ class ClockLoader(Loader):
                 return
             nbytes = min(CHUNK_BYTES, job.left_bytes)
             was_idle = self._free_s <= job.queued_s and job.left_bytes == self._expert_bytes
-            duration_s = nbytes / self._bandwidth + (self._latency_s if was_idle else 0.0)
+            duration_s = nbytes / (self._bandwidth * self._load_speed) + (self._latency_s if was_idle else 0.0)
             self._free_s = start_s + duration_s
             self.busy_s += duration_s
             self.speculative_bytes += nbytes

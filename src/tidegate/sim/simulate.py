@@ -23,7 +23,8 @@ from tidegate.sim.replay import Step
 class Profile:
     """A machine and a model in seconds and bytes. ``dense_s``: everything of a layer but its routed experts; ``expert_s``: one
     expert's computation, once a step however many rows use it (decoding reads its weights once); ``token_s``: embedding,
-    logits and sampling of a step; ``predict_s``: one call of a predictor, or one gate asked."""
+    logits and sampling of a step; ``predict_s``: one call of a predictor, or one gate asked. ``..._beside_ratio``: speed of
+    loads and of computation while both go on, of that alone."""
 
     expert_bytes: int
     bandwidth_bytes_per_s: float
@@ -32,6 +33,8 @@ class Profile:
     token_s: float = 0.0
     latency_s: float = 0.0
     predict_s: float = 0.0
+    load_beside_ratio: float = 1.0
+    compute_beside_ratio: float = 1.0
 
     def __post_init__(self) -> None:
         if self.expert_bytes <= 0 or self.bandwidth_bytes_per_s <= 0:
@@ -92,11 +95,14 @@ def simulate(
     """Run all steps with ``capacities[l]`` slots in layer l, which is only how it starts with ``share``, and caches that are
     empty at first. Without a predictor there are demand loads only; "gates" is the engine's own prefetch, on the guesses of the
     trace."""
-    loader = ClockLoader(sum(capacities), profile.expert_bytes, profile.bandwidth_bytes_per_s, profile.latency_s)
+    loader = ClockLoader(
+        sum(capacities), profile.expert_bytes, profile.bandwidth_bytes_per_s, profile.latency_s,
+        load_beside_ratio=profile.load_beside_ratio, compute_beside_ratio=profile.compute_beside_ratio,
+    )  # fmt: skip
     cache = ExpertCache(capacities, num_experts, make_policy, loader, share=share)
 
     def spend(predictions: int) -> None:
-        loader.now_s += predictions * profile.predict_s
+        loader.compute(predictions * profile.predict_s)
 
     ahead = make_ahead(predictor, cache, loader, prefetch or PrefetchOptions(), spend) if predictor else None
     outcome = Outcome(counters=cache.counters)
@@ -105,9 +111,9 @@ def simulate(
         if ahead is not None:
             ahead.begin_step(step)
         for layer in layers:
-            loader.now_s += profile.dense_s
+            loader.compute(profile.dense_s)
             _visit(cache, loader, layer, step, profile.expert_s, ahead, outcome)
-        loader.now_s += profile.token_s
+        loader.compute(profile.token_s)
         outcome.tokens += len(step.token_T)
         outcome.steps += 1
     outcome.elapsed_s = loader.now_s
@@ -126,10 +132,9 @@ def _visit(
         if ahead is not None:
             ahead.after_route(layer)
             ahead = None
-        now_s = loader.now_s
-        for ready_s in sorted(map(loader.ready_s, placement.slots)):
-            if ready_s > now_s:
-                outcome.stall_s += ready_s - now_s
-                now_s = ready_s
-            now_s += expert_s
-        loader.now_s = now_s
+        for slot in sorted(placement.slots, key=loader.ready_s):  # who comes first does not change while they come
+            ready_s = loader.ready_s(slot)
+            if ready_s > loader.now_s:
+                outcome.stall_s += ready_s - loader.now_s
+                loader.now_s = ready_s
+            loader.compute(expert_s)

@@ -11,6 +11,7 @@ from tidegate.sim.sweep import Result
 
 _MOST_LINES = 12
 _AXES = ("policy", "predictor", "staging", "threshold", "bits", "batch")
+_OF_PREDICTORS = ("staging", "threshold")
 
 
 def plot_results(path: Path, results: Sequence[Result], best: Sequence[Result] = ()) -> None:
@@ -62,7 +63,11 @@ def _lines(results: Sequence[Result]) -> dict[str, list[Result]]:
     varied = [name for name in _AXES if len({getattr(one.configuration, name) for one in results}) > 1]
     lines: dict[str, list[Result]] = {}
     for result in sorted(results, key=lambda one: (one.configuration.memory_bytes, sum(one.configuration.slots))):
-        label = ", ".join(_word(name, getattr(result.configuration, name)) for name in varied)
+        config = result.configuration
+        has_effect = [
+            name for name in varied if name not in _OF_PREDICTORS or config.predictor not in ("none", "gates")
+        ]
+        label = ", ".join(_word(name, getattr(config, name)) for name in has_effect)
         lines.setdefault(label or result.configuration.policy, []).append(result)
     return lines
 
@@ -85,7 +90,7 @@ def _draw_bounds(axes: Any, results: Sequence[Result], in_bytes: bool) -> None:
     if len({(one.configuration.batch, one.configuration.bits) for one in results}) > 1:
         return
     bound = sorted({(_memory(one, in_bytes), 100 * one.belady_hit_ratio) for one in results})
-    axes.plot(*zip(*bound, strict=True), color="#777", linestyle="--", label="Belady")
+    axes.plot(*zip(*bound, strict=True), color="#777", linestyle="--", label="Belady, no prefetch")
 
 
 def _draw_best(axes: Any, best: Sequence[Result], in_bytes: bool) -> None:
