@@ -85,7 +85,9 @@ class Comparison:
         self.store, self.tokens, self.repeat = store, tokens, repeat
         self.context = tokens + 1
         trace = folder / "recorded.trace"
-        options = {"prefetch": "off", "context": self.context}
+        options = {
+            "context": self.context
+        }  # with prefetch, so that the trace has the guesses of the fitted gates, if any
         self.needs = child(store=str(store), options=options, tokens=tokens, text=str(text), trace=str(trace))["needs"]
         self.steps: list[Step] = list(whole_steps(TraceReader(trace)))
         self.ids = [step.token_T[0] for step in self.steps]

@@ -170,8 +170,8 @@ def _draw_pairs(axes: Any, rows: Rows, facts: dict[str, Any], layer: int) -> Non
     np.fill_diagonal(lift_EE, np.nan)
     order = np.argsort(facts["pairs"]["group_per_layer"][layer], kind="stable")
     axes.figure.colorbar(
-        axes.imshow(lift_EE[np.ix_(order, order)], cmap="RdBu_r", vmin=0, vmax=2, interpolation="nearest"), ax=axes,
-        label="over chance",
+        axes.imshow(lift_EE[np.ix_(order, order)], cmap="RdBu_r", vmin=0, vmax=2, interpolation="nearest", aspect="auto"),
+        ax=axes, label="times chance",
     )  # fmt: skip
     axes.set_xlabel("expert")
     axes.set_ylabel("expert")
