@@ -6,7 +6,16 @@ from pathlib import Path
 
 import pytest
 
+from stores import qwen_config, write_store
+from tidegate.checkpoint.store import ExpertStore
 from tidegate.cli import main
+from tidegate.config import EngineOptions
+from tidegate.engine.needs import needs_of, sizes_of
+from tidegate.plan import make_plan
+from tidegate.planner.card import expected_process
+from tidegate.planner.machine import assumed_machine
+from tidegate.planner.profile import simulated_profile
+from tidegate.planner.step_clock import StepClock
 from tidegate.sim.simulate import Outcome
 from tidegate.sim.sweep import Configuration, Result, pareto, run_flags
 
@@ -84,6 +93,21 @@ def test_the_pareto_set_is_what_nothing_beats() -> None:
     results = [result(10, 4, 4), result(9, 4, 4), result(10, 4, 8), result(20, 8, 4), result(5, 2, 4), result(4, 2, 8)]
     assert pareto(results) == [results[3], results[2], results[4], results[5]]
     assert run_flags(results[0].configuration) == "--memory 4GiB --policy lru --prefetch off --experts int4"
+
+
+def test_the_times_of_a_model_are_the_planners_and_its_experts_the_traces(capsys, tmp_path) -> None:
+    path = write_store(tmp_path / "store", qwen_config())
+    store, machine = ExpertStore.open(path), assumed_machine(2)
+    profile = simulated_profile(store, EngineOptions(context=256), machine, 2)
+    needs = needs_of(store, EngineOptions(context=256), expected_process(machine, store.config.vocab_size), 2)
+    plan, sizes = make_plan(needs.largest_useful_bytes, needs), sizes_of(store.config, EngineOptions(context=256))
+    layers, top = store.config.num_moe_layers, store.config.moe.num_experts_per_tok
+    resident_s = layers * (profile.dense_s + top * profile.expert_s) + profile.token_s
+    clock = StepClock(store, plan, sizes, machine, 2, prefetch=False)
+    assert resident_s == pytest.approx(clock.decode(1.0, None).total_s)
+    assert profile.load_s == pytest.approx(machine.load_s(needs.slot_bytes))
+    assert main(["simulate", TRACE, *SIZE, "--slots", "8", "--tokens", "5", "--model", str(path)]) == 2
+    assert "its experts have" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("kind", ["decayed", "markov", "mlp"])
