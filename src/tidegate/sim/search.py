@@ -9,13 +9,15 @@ from tidegate.errors import UsageError
 from tidegate.sim.sweep import NUM_GOALS, Configuration, Result, goals
 
 Axes = Mapping[str, Sequence[Any]]
+_ATTEMPTS = 4  # a suggestion made before costs nothing
 
 
 def search(
     axes: Axes, configure: Callable[..., Configuration], run: Callable[[Configuration], Result], trials: int, seed: int
 ) -> list[Result]:
-    """Every configuration that was tried, in order, each once. Axes are lists of choices; one of several floats is a range,
-    from the least to the largest, in hundredths. Same seed, same answer. Raises UsageError without Optuna."""
+    """Every configuration that was tried, in order, each once, ``trials`` of them if there are so many. Axes are lists of
+    choices; one of several floats is a range, from the least to the largest, in hundredths. Same seed, same answer. Raises
+    UsageError without Optuna."""
     try:
         import optuna  # noqa: PLC0415  (an optional extra)
     except ImportError:
@@ -29,9 +31,13 @@ def search(
             found[config] = run(config)
         return goals(found[config])
 
-    sampler = optuna.samplers.TPESampler(seed=seed)
+    def stop_when_enough(study: Any, trial: Any) -> None:
+        if len(found) >= trials:
+            study.stop()
+
+    sampler = optuna.samplers.NSGAIISampler(population_size=max(4, trials // 4), seed=seed)
     study = optuna.create_study(directions=["maximize"] * NUM_GOALS, sampler=sampler)
-    study.optimize(objective, n_trials=trials)
+    study.optimize(objective, n_trials=_ATTEMPTS * trials, callbacks=[stop_when_enough])
     return list(found.values())
 
 
