@@ -35,7 +35,7 @@ def search(
         if len(found) >= trials:
             study.stop()
 
-    sampler = optuna.samplers.NSGAIISampler(population_size=max(4, trials // 4), seed=seed)
+    sampler = optuna.samplers.NSGAIISampler(population_size=max(8, trials // 2), seed=seed)
     study = optuna.create_study(directions=["maximize"] * NUM_GOALS, sampler=sampler)
     study.optimize(objective, n_trials=_ATTEMPTS * trials, callbacks=[stop_when_enough])
     return list(found.values())
