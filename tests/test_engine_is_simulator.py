@@ -93,7 +93,7 @@ def test_the_engines_prefetch_runs_in_the_simulator(
             model.generate([[1, 2, 3], [4]], max_tokens=80, ignore_eos=True, temperature=1.0, seed=3)
         live, slots = model.stats(), model.plan.slots
     reader = TraceReader(path)
-    assert reader.meta.guess_reach == min(REACH, reader.meta.num_layers - 1)
+    assert reader.meta.guess_reach == min(REACH, reader.meta.num_layers)
     profile = Profile(needs.slot_bytes, 1e9, 1e-5, 1e-5)
     found = simulate(
         whole_steps(reader), slots, reader.meta.num_experts, policy_factory(policy), profile, "gates", share=True

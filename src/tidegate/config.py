@@ -133,6 +133,12 @@ class EngineOptions:
     prefetch: str = _option(
         "text", "auto", "load experts that the next layers will probably need, where it pays", choices=("auto", "off")
     )
+    predictor: str = _option(
+        "text",
+        "auto",
+        "what guesses the next layers' experts: auto (what fit-predictor left beside the model, else the routers themselves), "
+        "off (the routers themselves), or a file of fit-predictor",
+    )
     experts: str | None = _option(
         "text", None, "format of routed experts, when converting; default: auto", choices=EXPERT_KINDS
     )

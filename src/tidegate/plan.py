@@ -23,7 +23,8 @@ HEADROOM_SHIFT = 9
 class Needs:
     """Bytes by owner. ``runtime_bytes`` is the measured process before the arena, ``growth_bytes`` what it grows by
     later; ``slot_bytes`` is one expert's blob, ``min_slots`` what one token needs of each of ``num_layers`` MoE layers.
-    ``start_peak_bytes``: the most the process has used already, reading a large tokenizer or converting."""
+    ``start_peak_bytes``: the most the process has used already, reading a large tokenizer or converting; ``predictor_bytes``:
+    the matrices of a fitted predictor."""
 
     runtime_bytes: int
     growth_bytes: int
@@ -36,6 +37,7 @@ class Needs:
     num_experts: int
     min_slots: int
     start_peak_bytes: int = 0
+    predictor_bytes: int = 0
 
     @property
     def fixed_bytes(self) -> int:
@@ -47,6 +49,7 @@ class Needs:
             + self.kv_bytes
             + self.workspace_bytes
             + self.staging_bytes
+            + self.predictor_bytes
         )
 
     def budget_for(self, num_slots: int) -> int:
@@ -127,6 +130,7 @@ class Plan:
             "expert slots": self.slots_bytes,
             "workspace": needs.workspace_bytes,
             "staging": needs.staging_bytes,
+            "predictor": needs.predictor_bytes,
             "headroom": self.headroom_bytes,
         }
 

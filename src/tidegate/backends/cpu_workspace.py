@@ -11,6 +11,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 
 from tidegate.backends.base import KvLayout
+from tidegate.experts.gates_file import GATES_FORMAT
+from tidegate.experts.lookahead import REACH
 from tidegate.model_config import ModelConfig
 from tidegate.quant.formats import Format
 from tidegate.quant.layout import ExpertLayout
@@ -190,6 +192,8 @@ class _Counter:
         level.matrix(tokens, hidden)
         with level.scratch():
             level.matrix(tokens, moe.num_experts)
+        with level.scratch():  # models/guesses.py
+            level.linear(GATES_FORMAT, tokens, REACH * moe.num_experts, hidden)
         if moe.shared_dim:
             self._gated(prefix, "shared_gate_up", "shared_down", moe.shared_dim)
         level.matrix(tokens, hidden)

@@ -149,19 +149,27 @@ def choose(logits_TE: F32Array, correction_E: F32Array | None, moe: MoeConfig) -
     logits = logits_TE.astype(np.float64)
     if moe.scoring == "sparsemixer":
         return _sparsemixer(logits, moe.router_jitter)
-    scores = logits
-    if moe.scoring != "topk_softmax":
-        scores = sigmoid(logits) if moe.scoring == "sigmoid" else softmax(logits)
-    choice = scores if correction_E is None else scores + correction_E
-    if moe.num_groups > 1:
-        choice = np.where(_in_best_groups(choice, moe), choice, -np.inf)
-    ids_TK = _top(choice, moe.num_experts_per_tok)
+    scores = _scores(logits, moe)
+    ids_TK = _top(choice_scores(logits, correction_E, moe), moe.num_experts_per_tok)
     weights_TK = np.take_along_axis(scores, ids_TK, axis=1)
     if moe.scoring == "topk_softmax":
         weights_TK = softmax(weights_TK)
     if moe.normalize_topk:
         weights_TK = weights_TK / (weights_TK.sum(axis=1, keepdims=True) + 1e-20)
     return ids_TK.astype(np.int32), (weights_TK * moe.routed_scaling).astype(np.float32)
+
+
+def choice_scores(logits_TE: NDArray[Any], correction_E: F32Array | None, moe: MoeConfig) -> F64Array:
+    """What the router ranks by, [T, E]: -infinity for the experts of groups that are out. Not for sparsemixer."""
+    scores = _scores(logits_TE.astype(np.float64), moe)
+    choice = scores if correction_E is None else scores + correction_E
+    return np.where(_in_best_groups(choice, moe), choice, -np.inf) if moe.num_groups > 1 else choice
+
+
+def _scores(logits_TE: F64Array, moe: MoeConfig) -> F64Array:
+    if moe.scoring == "topk_softmax":
+        return logits_TE
+    return sigmoid(logits_TE) if moe.scoring == "sigmoid" else softmax(logits_TE)
 
 
 def _top(scores: F64Array, count: int) -> NDArray[np.int64]:

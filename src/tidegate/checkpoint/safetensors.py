@@ -17,20 +17,14 @@ DTYPE_BYTES = {
     "I64": 8, "U64": 8, "I32": 4, "U32": 4, "I16": 2, "U16": 2, "I8": 1, "U8": 1, "BOOL": 1,
 }  # fmt: skip
 _HEADER_LIMIT_BYTES = 100 << 20
+METADATA = "__metadata__"
 
 
 def read_header(file: InputFile) -> dict[str, TensorInfo]:
     """All tensors of one file, in file order. Raises CorruptFile (a truncated file too) and BadTensor (unknown dtype)."""
     path, size = file.path, file.size_bytes
-    if size < 8:
-        raise CorruptFile(path, 0, "safetensors header length", "8 bytes", f"a file of {size} bytes")
-    header_bytes = int.from_bytes(file.read(0, 8).tobytes(), "little")
-    if header_bytes > min(_HEADER_LIMIT_BYTES, size - 8):
-        wanted = f"at most {min(_HEADER_LIMIT_BYTES, size - 8):,}"
-        raise CorruptFile(path, 0, "safetensors header length", wanted, f"{header_bytes:,}")
-    header = parse_json(file.read(8, header_bytes).tobytes(), path, 8)
-    header.pop("__metadata__", None)
-    data_start = 8 + header_bytes
+    header, data_start = _header(file)
+    header.pop(METADATA, None)
     tensors = [_tensor(name, entry, data_start, file) for name, entry in header.items()]
     tensors.sort(key=lambda info: (info.offset, info.nbytes))
     end = data_start
@@ -44,6 +38,27 @@ def read_header(file: InputFile) -> dict[str, TensorInfo]:
         what = "size of the file (truncated shard)" if size < end else "size of the file (bytes behind the last tensor)"
         raise CorruptFile(path, min(size, end), what, f"{end:,} bytes", f"{size:,}")
     return {info.name: info for info in tensors}
+
+
+def read_metadata(file: InputFile) -> dict[str, str]:
+    """What the file says about itself; empty if nothing. Raises CorruptFile."""
+    found = _header(file)[0].get(METADATA, {})
+    if not isinstance(found, dict) or not all(isinstance(value, str) for value in found.values()):
+        raise CorruptFile(file.path, 8, METADATA, "texts by name", found)
+    return found
+
+
+def _header(file: InputFile) -> tuple[dict[str, Any], int]:
+    """The parsed header, and where the data begins."""
+    path, size = file.path, file.size_bytes
+    if size < 8:
+        raise CorruptFile(path, 0, "safetensors header length", "8 bytes", f"a file of {size} bytes")
+    header_bytes = int.from_bytes(file.read(0, 8).tobytes(), "little")
+    if header_bytes > min(_HEADER_LIMIT_BYTES, size - 8):
+        wanted = f"at most {min(_HEADER_LIMIT_BYTES, size - 8):,}"
+        raise CorruptFile(path, 0, "safetensors header length", wanted, f"{header_bytes:,}")
+    header = parse_json(file.read(8, header_bytes).tobytes(), path, 8)
+    return header, 8 + header_bytes
 
 
 def _tensor(name: str, entry: Any, data_start: int, file: InputFile) -> TensorInfo:

@@ -108,6 +108,13 @@ def _result_lines(found: bench.Measurement, budget_bytes: int) -> str:
             f"prefetched, {counters['misses']:,} misses; {format_bytes(counters['read_bytes'])} read; "
             f"{phase.stall_ratio:.1%} of the time waiting for loads"
         )
+        if counters["prefetch_issued"]:
+            lines.append(
+                f"{'':8}prefetch: {counters['prefetch_hits']:,} useful ({counters['prefetch_late']:,} late), "
+                f"{counters['prefetch_wasted']:,} wasted, {counters['prefetch_dropped']:,} dropped; "
+                f"{format_bytes(counters['wasted_bytes'])} read in vain; about {format_seconds(phase.stall_removed_s)} of "
+                "waiting removed"
+            )
     ceiling, binding = found.ceiling
     lines.append(
         f"ceiling with these loads {ceiling:.1f} tokens/s ({binding}); reached {found.decode.tokens_per_s / ceiling:.0%}"

@@ -1,14 +1,17 @@
-"""``tidegate fit-predictor``: fit a predictor to a trace, and score it on sequences that it was not fitted to."""
+"""``tidegate fit-predictor``: fit a predictor of routing to a model, or an experimental one to a trace; score it on text that it
+was not fitted to."""
 
 from __future__ import annotations
 
 import json
 import time
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
+from tidegate.cli.options import flags
+from tidegate.cli.progress import ByteProgress
 from tidegate.config import EngineOptions
 from tidegate.engine.source import open_store
 from tidegate.errors import UsageError
@@ -16,39 +19,63 @@ from tidegate.experts.policy import DEFAULT_POLICY, policy_factory
 from tidegate.experts.predictor_file import PREDICTORS, save_predictor
 from tidegate.experts.trace import TraceReader
 from tidegate.sim.fit import fit_predictor
+from tidegate.sim.fit_gates import Recall
 from tidegate.sim.rows import read_rows
 from tidegate.sim.score import Score, score_predictor
 from tidegate.sim.semantic import token_vectors
 
 KINDS = tuple(PREDICTORS)
+_TRACE = "With --kind"
 
 
+@flags({"Model and memory": EngineOptions}, without=("sequences", "policy", "prefetch", "predictor"))
 def command(
-    trace: Annotated[Path, typer.Argument(help="A trace of tidegate trace or run --trace.")],
-    kind: Annotated[str, typer.Option(help=f"One of {', '.join(KINDS)}.")],
-    output: Annotated[Path, typer.Option("--output", "-o", help="The predictor to write.")],
-    lookahead: Annotated[int, typer.Option(min=1, max=7, help="Layers before the router speaks.")] = 1,
-    horizon: Annotated[int, typer.Option(min=1, max=16, help="Forecast use within this many tokens (window-mlp).")] = 1,
-    tokens: Annotated[int | None, typer.Option(min=100, help="Use the first tokens of the trace only.")] = None,
-    held_out: Annotated[float, typer.Option(min=0.01, max=0.9, help="Share of the trace that scores.")] = 0.15,
-    slots: Annotated[
-        int | None, typer.Option(help="Slots a layer of the cache whose misses count; default: a quarter.")
+    model: Annotated[str, typer.Argument(help="A model, as in tidegate run; with --kind a trace.")],
+    texts: Annotated[list[Path] | None, typer.Argument(help="Text files like those the model will work on.")] = None,
+    output: Annotated[
+        Path | None, typer.Option("--output", "-o", help="The predictor to write; default: where the engine finds it.")
     ] = None,
-    policy: Annotated[str, typer.Option(help="That cache's policy.")] = DEFAULT_POLICY,
-    score_tokens: Annotated[int, typer.Option(min=1, help="Held-out tokens to score.")] = 1000,
-    model: Annotated[str | None, typer.Option(help="The trace's model, for its embedding (semantic).")] = None,
-    seed: Annotated[int, typer.Option(help="Same seed, same predictor.")] = 0,
+    tokens: Annotated[int | None, typer.Option(min=100, help="Read so many tokens; default: up to 32,768.")] = None,
+    held_out: Annotated[float, typer.Option(min=0.01, max=0.9, help="Share of the text that scores.")] = 0.15,
+    kind: Annotated[
+        str | None, typer.Option(help=f"An experiment on a trace: {', '.join(KINDS)}.", rich_help_panel=_TRACE)
+    ] = None,
+    lookahead: Annotated[
+        int, typer.Option(min=1, max=7, help="Layers before the router speaks.", rich_help_panel=_TRACE)
+    ] = 1,
+    horizon: Annotated[
+        int,
+        typer.Option(min=1, max=16, help="Forecast use within this many tokens (window-mlp).", rich_help_panel=_TRACE),
+    ] = 1,
+    slots: Annotated[
+        int | None,
+        typer.Option(help="Slots a layer of the cache whose misses count; default: a quarter.", rich_help_panel=_TRACE),
+    ] = None,
+    policy: Annotated[str, typer.Option(help="That cache's policy.", rich_help_panel=_TRACE)] = DEFAULT_POLICY,
+    score_tokens: Annotated[int, typer.Option(min=1, help="Held-out tokens to score.", rich_help_panel=_TRACE)] = 1000,
+    embedding: Annotated[
+        str | None, typer.Option(help="The trace's model, for its embedding (semantic).", rich_help_panel=_TRACE)
+    ] = None,
+    seed: Annotated[int, typer.Option(help="Same seed, same predictor.", rich_help_panel=_TRACE)] = 0,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+    **options: Any,
 ) -> int:
-    """Recall counts all used experts; recall on the misses only those that the cache lacked, which are the ones that cost."""
+    """Reads the texts, and fits what tells from the state of one layer which experts the next ones will choose. It is kept beside
+    the model and used from then on. Recall counts all used experts; recall on the misses only those that a cache of a quarter of
+    the experts lacked, which are the ones that cost."""
+    if kind is None:
+        _fit_model(model, texts or [], output, tokens, held_out, as_json, options)
+        return 0
     if kind not in KINDS:
         raise UsageError(f"--kind {kind!r}: choose one of {', '.join(KINDS)}")
-    reader = TraceReader(trace)
+    if texts or options or output is None:
+        raise UsageError("with --kind give a trace and -o, no texts and no options of a model")
+    reader = TraceReader(Path(model))
     capacity = slots or max(1, reader.meta.num_experts // 4)
     if capacity > reader.meta.num_experts:
         raise UsageError(f"--slots {capacity}: the trace has {reader.meta.num_experts} experts a layer")
     rows, scored = read_rows(reader, reader.meta.num_experts, tokens).split(held_out)
-    vectors = token_vectors(open_store(model, EngineOptions())) if kind == "semantic" and model else None
+    vectors = token_vectors(open_store(embedding, EngineOptions())) if kind == "semantic" and embedding else None
     began_s = time.process_time()
     predictor = fit_predictor(kind, rows, lookahead=lookahead, horizon=horizon, seed=seed, vector_VS=vectors)
     fit_s = time.process_time() - began_s
@@ -62,6 +89,50 @@ def command(
     }  # fmt: skip
     print(json.dumps({**facts, **score.to_json()}) if as_json else _text(facts, score))
     return 0
+
+
+def _fit_model(
+    path: str,
+    texts: list[Path],
+    output: Path | None,
+    tokens: int | None,
+    held_out: float,
+    as_json: bool,
+    options: dict[str, Any],
+) -> None:
+    from tidegate.engine.fit_predictor import fit_model  # noqa: PLC0415  (a trace needs no engine)
+    from tidegate.engine.model import load  # noqa: PLC0415
+
+    if not texts:
+        raise UsageError("give at least one text file; or --kind for a trace")
+    contents = [text.read_text(encoding="utf-8") for text in texts]
+    began_s = time.process_time()
+    with ByteProgress(f"converting {path}") as progress:
+        loaded = load(path, progress=progress, prefetch="off", **options)
+    with loaded:
+        ids = [loaded.encode(content) for content in contents]
+        fit = fit_model(loaded, ids, output=output, tokens=tokens, held_out_ratio=held_out)
+    spent_s = round(time.process_time() - began_s, 2)
+    if as_json:
+        print(json.dumps({**fit.to_json(), "cpu_s": spent_s}))
+        return
+    print(
+        f"{fit.path}: {fit.file_bytes:,} bytes, fitted to {fit.fitted_tokens:,} tokens in {spent_s} s of processor time"
+    )
+    print(_recall_text(fit.recall, fit.held_out_tokens))
+
+
+def _recall_text(recall: Recall, tokens: int) -> str:
+    lines = [
+        f"  recall on {tokens:,} other tokens   the routers alone   fitted   misses of {recall.slots} slots: alone   fitted"
+    ]
+    columns = (recall.own, recall.fitted, recall.own_misses, recall.fitted_misses)
+    for distance, (own, fitted, own_misses, fitted_misses) in enumerate(zip(*columns, strict=True), start=1):
+        layers = "1 layer ahead " if distance == 1 else f"{distance} layers ahead"
+        lines.append(f"  {layers}{own:>32.1%}{fitted:>9.1%}{own_misses:>29.1%}{fitted_misses:>9.1%}")
+    for layer, found in enumerate(recall.embedded):
+        lines.append(f"  layer {layer} from the token alone{'':>22}{found:>9.1%}")
+    return "\n".join(lines)
 
 
 def _text(facts: dict[str, object], score: Score) -> str:

@@ -18,7 +18,7 @@ from tidegate.experts.base import CacheCounters
 from tidegate.hardware import Rates, disk_rate, memory_rate
 from tidegate.memory.probe import process_memory
 
-_LOADER_COUNTERS = ("read_bytes", "wasted_bytes", "waits", "wait_ns", "busy_ns")
+_LOADER_COUNTERS = ("read_bytes", "waits", "wait_ns", "busy_ns")
 
 
 @dataclass(frozen=True)
@@ -87,7 +87,8 @@ def make_card(runtime: Runtime, context_tokens: int) -> Card:
 
 @dataclass(frozen=True)
 class Phase:
-    """Counters of one phase of a measurement: differences between its end and its start."""
+    """Counters of one phase of a measurement: differences between its end and its start. ``wasted_bytes``: read, but not for an
+    expert that was needed in it."""
 
     tokens: int
     elapsed_s: float
@@ -102,6 +103,13 @@ class Phase:
         """Share of the time in which compute waited for a load."""
         return self.counters["wait_ns"] / 1e9 / self.elapsed_s if self.elapsed_s else 0.0
 
+    @property
+    def stall_removed_s(self) -> float:
+        """Estimate: every prefetched expert that was there in time saved what the others were waited for on average."""
+        waited = self.counters["misses"] + self.counters["prefetch_late"]
+        in_time = self.counters["prefetch_hits"] - self.counters["prefetch_late"]
+        return in_time * self.counters["wait_ns"] / 1e9 / waited if waited else 0.0
+
     def to_json(self, name: str) -> dict[str, Any]:
         misses = self.counters["misses"]
         visits = self.counters["demand_hits"] + self.counters["prefetch_hits"] + misses
@@ -110,6 +118,7 @@ class Phase:
             f"{name}_s": round(self.elapsed_s, 6),
             f"{name}_tokens_per_s": round(self.tokens_per_s, 3),
             f"{name}_stall_ratio": round(self.stall_ratio, 4),
+            f"{name}_stall_removed_s": round(self.stall_removed_s, 6),
             f"{name}_hit_ratio": round((visits - misses) / visits, 4) if visits else None,
             **{f"{name}_{key}": value for key, value in self.counters.items()},
         }
@@ -179,8 +188,8 @@ def measure(
     end = _snapshot(runtime)
     return Measurement(
         card,
-        _phase(start, middle, "prefill"),
-        _phase(middle, end, "decode"),
+        _phase(start, middle, "prefill", card.expert_bytes),
+        _phase(middle, end, "decode", card.expert_bytes),
         choices,
         [round(sampled.top[0][1] - sampled.top[1][1], 4) for sampled in sequence.logprobs],
         process_memory().peak_rss_bytes,
@@ -205,6 +214,9 @@ def _snapshot(runtime: Runtime) -> _Snapshot:
     return StepTimes(**asdict(runtime.engine.times)), counters
 
 
-def _phase(start: _Snapshot, end: _Snapshot, name: str) -> Phase:
+def _phase(start: _Snapshot, end: _Snapshot, name: str, expert_bytes: int) -> Phase:
     times = [getattr(end[0], f"{name}_{what}") - getattr(start[0], f"{name}_{what}") for what in ("tokens", "s")]
-    return Phase(times[0], times[1], {key: value - start[1][key] for key, value in end[1].items()})
+    counters = {key: value - start[1][key] for key, value in end[1].items()}
+    needed_bytes = (counters["misses"] + counters["prefetch_hits"]) * expert_bytes
+    counters["wasted_bytes"] = max(0, counters["read_bytes"] - needed_bytes)
+    return Phase(times[0], times[1], counters)

@@ -27,8 +27,9 @@ from tidegate.engine.scheduler import Scheduler
 from tidegate.errors import CorruptFile
 from tidegate.experts.base import CacheCounters
 from tidegate.experts.cache import ExpertCache
+from tidegate.experts.gates_file import find_gates
 from tidegate.experts.loader import LoaderOptions, NativeLoader
-from tidegate.experts.lookahead import Lookahead
+from tidegate.experts.lookahead import RANK_CURVES, Lookahead
 from tidegate.experts.policy import policy_factory
 from tidegate.memory.arena import Arena
 from tidegate.memory.budget import Budget
@@ -36,8 +37,9 @@ from tidegate.memory.ledger import Ledger
 from tidegate.memory.probe import process_memory
 from tidegate.model_config import ModelConfig
 from tidegate.models.decoder import Decoder
+from tidegate.models.guesses import FittedGates
 from tidegate.models.moe import Experts
-from tidegate.models.weights import model_weights
+from tidegate.models.weights import model_weights, moe_weights
 from tidegate.plan import Plan, make_plan
 from tidegate.quant.formats import Format
 
@@ -48,6 +50,7 @@ _HINTS = {
     "KV cache": "raise --memory, or lower --context or --sequences",
     "expert slots": "raise --memory",
     "workspace": "raise --memory or lower --prefill-chunk",
+    "predictor": "raise --memory or use --predictor off",
 }
 
 
@@ -113,15 +116,23 @@ def build(store: ExpertStore, options: EngineOptions, reader: _core.BlockReader 
         workspace = _carve(arena, ledger, "workspace", plan.needs.workspace_bytes)
         backend = _backend(options, threads, workspace)
         backend.bind_kv(sizes.kv, kv_pages)
-        cache = loader = experts = None
+        cache = loader = experts = gates = None
         if plan.slots:
             loader = _loader(store, plan, slots, options, reader)
             resources.callback(loader.close)
             make_policy = policy_factory(options.policy)
             cache = ExpertCache(plan.slots, plan.needs.num_experts, make_policy, loader, share=True)
-            experts = Experts(cache, loader, store.layouts, lookahead=_lookahead(plan, options, cache, loader))
+            experts = Experts(cache, loader, store.layouts)
+            gates = find_gates(store, options.predictor) if options.prefetch == "auto" else None
+            if options.prefetch == "auto" and min(plan.slots) < plan.needs.num_experts:
+                curves = gates.curves if gates else RANK_CURVES
+                experts.lookahead = Lookahead(cache, plan.needs.min_slots, loader.busy_ratio, curves)
         tensors = DenseTensors(store, dense)
         weights = model_weights(config, tensors, sizes.context_tokens, wide_inputs=sizes.wide_inputs)
+        if experts is not None and gates is not None:
+            assert config.moe is not None
+            sources = gates.read(_carve(arena, ledger, "predictor", gates.nbytes))
+            experts.guesser = FittedGates(backend, moe_weights(weights), sources, config.moe)
         decoder = Decoder(config, weights, backend, experts)
         scheduler = Scheduler(
             KvCache(sizes.num_pages, sizes.kv.page_tokens),
@@ -213,12 +224,6 @@ def _loader(
     views = [slots[start : start + size] for start in range(0, slots.size, size)]
     how = LoaderOptions(threads=options.io_threads, verify=options.verify, page_cache=options.page_cache)
     return NativeLoader(store, views, how, reader)
-
-
-def _lookahead(plan: Plan, options: EngineOptions, cache: ExpertCache, loader: NativeLoader) -> Lookahead | None:
-    """None where there is nothing to prefetch."""
-    scarce = min(plan.slots) < plan.needs.num_experts
-    return Lookahead(cache, plan.needs.min_slots, loader.busy_ratio) if options.prefetch == "auto" and scarce else None
 
 
 def _backend(options: EngineOptions, threads: int, workspace: ByteArray) -> Backend[Any]:

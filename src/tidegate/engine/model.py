@@ -159,7 +159,7 @@ class Model:
             raise UsageError("--trace has no effect: this model has no experts")
         meta = TraceMeta(
             config.num_moe_layers, config.moe.num_experts, config.moe.num_experts_per_tok, source, needs.slot_bytes,
-            needs.fixed_bytes, sketch_dims, min(REACH, config.num_moe_layers - 1), config.moe.num_experts_per_tok,
+            needs.fixed_bytes, sketch_dims, min(REACH, config.num_moe_layers), runtime.decoder.guess_width,
         )  # fmt: skip
         writer = TraceWriter(path, meta)
         runtime.experts.trace = runtime.engine.trace = writer

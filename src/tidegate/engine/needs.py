@@ -12,8 +12,10 @@ from typing import Protocol
 from tidegate.backends.base import KvLayout
 from tidegate.backends.cpu_workspace import Activations, StepShape, activations
 from tidegate.checkpoint.manifest import ALIGNMENT, DenseEntry, lay_out
+from tidegate.checkpoint.store import ExpertStore
 from tidegate.config import EngineOptions
 from tidegate.errors import UsageError
+from tidegate.experts.gates_file import find_gates
 from tidegate.memory.arena import PAGE_BYTES
 from tidegate.memory.probe import ProcessMemory
 from tidegate.model_config import ModelConfig
@@ -92,6 +94,7 @@ def needs_of(store: PackedModel, options: EngineOptions, process: ProcessMemory,
         num_experts=moe.num_experts if moe else 0,
         min_slots=moe.num_experts_per_tok if moe else 0,
         start_peak_bytes=process.peak_rss_bytes,
+        predictor_bytes=_predictor_bytes(store, options),
     )
 
 
@@ -186,6 +189,14 @@ def _halvings(start: int, floor: int) -> list[int]:
         start //= 2
         out.append(start)
     return out
+
+
+def _predictor_bytes(model: PackedModel, options: EngineOptions) -> int:
+    """A model that is not a store yet has none."""
+    gates = (
+        find_gates(model, options.predictor) if isinstance(model, ExpertStore) and options.prefetch == "auto" else None
+    )
+    return align_up(gates.nbytes, PAGE_BYTES) if gates else 0
 
 
 def activations_of(store: PackedModel, sizes: Sizes, threads: int) -> Activations:

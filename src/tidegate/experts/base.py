@@ -76,6 +76,10 @@ class Policy(ABC):
     def value(self, expert: int) -> float:
         """Expected use, comparable within the layer: a higher one stays. Prefetch never evicts a higher value."""
 
+    def worth(self, odds: float) -> float:
+        """The ``value`` of an expert that every step needs with these odds. Infinite where values say nothing of the kind."""
+        return float("inf")
+
     @abstractmethod
     def ranks(self, experts: Sequence[int]) -> list[int]:
         """For each of ``experts`` how many would be kept before it, resident or not: with that many slots it would not be
@@ -85,7 +89,8 @@ class Policy(ABC):
 @dataclass
 class CacheCounters:
     """Demand hits, prefetch hits and misses are three counters; bytes are derived by whoever knows the blob size. A prefetch hit
-    is late if its load was not done when the router asked."""
+    is late if its load was not done when the router asked. Wasted are those that were never asked for; dropped are guesses that
+    were not worth a load, or would have evicted an expert that is worth more."""
 
     demand_hits: int = 0
     prefetch_hits: int = 0

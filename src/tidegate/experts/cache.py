@@ -54,6 +54,11 @@ class ExpertCache:
         scarce = min(capacities, default=num_experts) < num_experts
         self._shares = SlotShares(len(capacities), num_experts) if share and scarce else None
 
+    @property
+    def num_layers(self) -> int:
+        """MoE layers."""
+        return len(self._layers)
+
     def capacity(self, layer: int) -> int:
         """Slots of the layer."""
         return self._layers[layer].capacity
@@ -61,6 +66,14 @@ class ExpertCache:
     def resident(self, layer: int) -> frozenset[int]:
         """Experts that have a slot, loading ones included."""
         return frozenset(self._layers[layer].slot_of)
+
+    def is_resident(self, layer: int, expert: int) -> bool:
+        """One that is loading counts."""
+        return expert in self._layers[layer].slot_of
+
+    def worth(self, layer: int, odds: float) -> float:
+        """The policy value of an expert that is needed with these odds, for ``prefetch``."""
+        return self._layers[layer].policy.worth(odds)
 
     def visit(
         self, layer: int, needed: Sequence[int], rows: Sequence[Sequence[int]] = ()

@@ -123,6 +123,9 @@ class DecayedLfu(ScoredPolicy):
     def value(self, expert: int) -> float:
         return self._heat[expert] / self._weight
 
+    def worth(self, odds: float) -> float:
+        return float(odds / (1 - 1 / self._growth))
+
     def _scores(self) -> Sequence[float]:
         return self._heat
 

@@ -98,6 +98,16 @@ class TraceWriter:
         self._projection: Array | None = None
         self._num_rows = self._num_steps = self._num_chunks = 0
 
+    @property
+    def wants_hidden(self) -> bool:
+        """Whether ``record`` needs what the routers see."""
+        return self.meta.sketch_dims > 0
+
+    @property
+    def wants_guesses(self) -> bool:
+        """Whether ``record_guess`` is to be called."""
+        return self.meta.guess_reach > 0
+
     def begin_step(self, sequence_T: Array, position_T: Array, token_T: Array) -> None:
         """Rows of the forward pass that starts now (copied)."""
         columns = {"sequence": sequence_T, "position": position_T, "token": token_T}

@@ -11,8 +11,9 @@ from typing import Generic
 from tidegate.backends.base import A, Backend, F32Array, StepBatch
 from tidegate.model_config import ModelConfig
 from tidegate.models.attention import GroupedAttention, LatentAttention
+from tidegate.models.guesses import OwnGates
 from tidegate.models.moe import Activation, Experts, MoeBlock
-from tidegate.models.weights import LatentAttentionWeights, LayerWeights, MlpWeights, ModelWeights, MoeWeights
+from tidegate.models.weights import LatentAttentionWeights, LayerWeights, MlpWeights, ModelWeights, moe_weights
 
 
 class Mlp(Generic[A]):
@@ -35,8 +36,14 @@ class Decoder(Generic[A]):
     ) -> None:
         self.config, self.weights, self.backend, self.experts = config, weights, backend, experts
         self._activation: Activation = (config.activation, config.activation_alpha, config.activation_limit)
-        self._moe_weights = [one.feed_forward for one in weights.layers if isinstance(one.feed_forward, MoeWeights)]
+        if experts is not None and experts.guesser is None:
+            experts.guesser = OwnGates(backend, moe_weights(weights))
         self._blocks = [block for layer in weights.layers for block in self._layer_blocks(layer)]
+
+    @property
+    def guess_width(self) -> int:
+        """How many experts a guess names at most; 0 without experts."""
+        return self.experts.guesser.width if self.experts and self.experts.guesser else 0
 
     def forward(self, batch: StepBatch) -> F32Array:
         """float32 [R, V], valid until the next call. Writes the step's tokens into their KV pages.
@@ -47,6 +54,8 @@ class Decoder(Generic[A]):
         backend.begin(batch)
         x = backend.embed(self.weights.embed, self.config.embedding_multiplier)
         mark = backend.mark()
+        if self.experts is not None:
+            self.experts.begin_step(backend, x, len(batch.token_ids_T))
         for block in self._blocks:
             backend.add(x, block(x), scale)
             backend.release(mark)
@@ -61,6 +70,4 @@ class Decoder(Generic[A]):
         if isinstance(layer.feed_forward, MlpWeights):
             return attention, Mlp(layer.feed_forward, self._activation, self.backend)
         assert self.experts is not None
-        moe = layer.feed_forward
-        following = self._moe_weights[moe.layer + 1 :]
-        return attention, MoeBlock(moe, self._activation, self.backend, self.experts, following)
+        return attention, MoeBlock(layer.feed_forward, self._activation, self.backend, self.experts)

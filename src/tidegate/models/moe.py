@@ -3,7 +3,7 @@
     route      the router chooses K experts for every token
     visit      the cache pins the ones that are here and starts loading the others
     shared     the shared expert is computed while they load
-    look ahead the gates of the next layers guess from this layer's hidden state, and the best guesses are loaded too
+    look ahead a guesser tells from this layer's hidden state what the next routers will choose; good guesses are loaded too
     moe        the backend computes hits first, then each miss as it arrives
 
 Experts outer, tokens inner: however many tokens the step has, an expert is loaded once for all of them. When the layer
@@ -15,19 +15,34 @@ T tokens of the step, D hidden, K experts per token.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from itertools import chain
-from typing import Generic
+from itertools import chain, repeat
+from typing import Any, Generic, Protocol
 
-from tidegate.backends.base import A, Backend, ExpertSlots
+from tidegate.backends.base import A, Backend, ExpertSlots, F32Array, I32Array
 from tidegate.experts.cache import ExpertCache
-from tidegate.experts.lookahead import REACH, Lookahead
-from tidegate.experts.trace import TraceWriter
+from tidegate.experts.lookahead import Lookahead
+from tidegate.models.guesses import Guess, Guesser, IdArray
 from tidegate.models.weights import MoeWeights
 from tidegate.quant.layout import ExpertLayout
 
 Activation = tuple[str, float, float]  # name, alpha, limit of ModelConfig
+
+
+class RoutingRecorder(Protocol):
+    """A trace, as far as the layers know it."""
+
+    @property
+    def wants_hidden(self) -> bool: ...
+    @property
+    def wants_guesses(self) -> bool: ...
+
+    def record(self, topk_expert_ids_TK: I32Array, topk_weights_TK: F32Array, hidden_TD: F32Array | None) -> None:
+        """Routing of the next MoE layer of the step, and what its router saw if that is wanted. Copies what it keeps."""
+
+    def record_guess(self, layer: int, distance: int, ranked_TG: IdArray, margins_TG: F32Array | None) -> None:
+        """A guess at a layer to come, if they are wanted."""
 
 
 @dataclass
@@ -35,28 +50,49 @@ class Experts:
     """The routed experts of a model: which are in memory, where, and how a blob is laid out in each MoE layer.
 
     ``trace``, if set, records the routing; whoever sets it begins and ends its steps around ``Decoder.forward``.
-    ``lookahead``, if set, prefetches.
+    ``lookahead``, if set, prefetches what ``guesser`` says; the decoder brings the routers' own gates if there is no other.
     """
 
     cache: ExpertCache
     slots: ExpertSlots
     layouts: Sequence[ExpertLayout]
-    trace: TraceWriter | None = None
+    trace: RoutingRecorder | None = None
     lookahead: Lookahead | None = None
+    guesser: Guesser[Any] | None = None
+
+    def begin_step(self, backend: Backend[A], x: A, num_rows: int) -> None:
+        """``x``: the embedded tokens of a step that starts. Its first layers' experts may be on their way from here on."""
+        if self.lookahead is not None:
+            self.lookahead.begin_step(num_rows)
+        if self.wants_guesses and self.guesser is not None:
+            mark = backend.mark()
+            self.tell(self.guesser.before(x))
+            backend.release(mark)
+
+    @property
+    def wants_guesses(self) -> bool:
+        """In this step; a trace wants them in any case."""
+        return (self.lookahead is not None and self.lookahead.wants_guesses) or (
+            self.trace is not None and self.trace.wants_guesses
+        )
+
+    def tell(self, guesses: Iterable[Guess]) -> None:
+        """Pass guesses on to whoever wants them."""
+        lookahead, trace = self.lookahead, self.trace
+        for guess in guesses:
+            if trace is not None and trace.wants_guesses:
+                trace.record_guess(guess.layer, guess.distance, guess.experts_TG, guess.margins_TG)
+            if lookahead is not None and lookahead.wants_guesses:
+                margins = repeat(None) if guess.margins_TG is None else guess.margins_TG.tolist()
+                for ranked, above in zip(guess.experts_TG.tolist(), margins, strict=False):
+                    lookahead.foresee(guess.layer, guess.distance, ranked, above)
 
 
 class MoeBlock(Generic[A]):
-    """One MoE layer. ``following``: the MoE layers after it, for prefetch."""
+    """One MoE layer."""
 
-    def __init__(
-        self,
-        weights: MoeWeights,
-        activation: Activation,
-        backend: Backend[A],
-        experts: Experts,
-        following: Sequence[MoeWeights] = (),
-    ) -> None:
-        self._weights, self._activation, self._following = weights, activation, following[:REACH]
+    def __init__(self, weights: MoeWeights, activation: Activation, backend: Backend[A], experts: Experts) -> None:
+        self._weights, self._activation = weights, activation
         self._backend, self._experts = backend, experts
         self._layout = experts.layouts[weights.layer]
 
@@ -68,7 +104,7 @@ class MoeBlock(Generic[A]):
         x = backend.norm(x, weights.norm)
         routing = backend.route(x, weights.router)
         if experts.trace is not None:
-            hidden_TD = backend.numpy(x) if experts.trace.meta.sketch_dims else None
+            hidden_TD = backend.numpy(x) if experts.trace.wants_hidden else None
             experts.trace.record(routing.topk_expert_ids_TK, routing.topk_weights_TK, hidden_TD)
 
         rows = routing.topk_expert_ids_TK.tolist()
@@ -76,7 +112,7 @@ class MoeBlock(Generic[A]):
         placements = experts.cache.visit(weights.layer, needed, rows)
         try:
             first = next(placements)  # the loads are on their way from here on
-            self._look_ahead(residual, rows)
+            self._look_ahead(x, residual, needed)
             shared = self._shared(x)
             everything = chain((first,), placements)
             out = backend.moe(x, routing, self._layout, everything, experts.slots, self._activation)
@@ -89,28 +125,14 @@ class MoeBlock(Generic[A]):
             return backend.add(out, shared)
         return backend.add_gated(out, shared, x, weights.shared_gate)
 
-    def _look_ahead(self, residual: A, rows: list[list[int]]) -> None:
-        """What the gates of the next layers say of a hidden state that this layer has not changed yet. A trace wants to know
-        in any case."""
-        backend, layer = self._backend, self._weights.layer
-        lookahead, trace = self._experts.lookahead, self._experts.trace
-        if lookahead is not None:
-            if layer == 0:
-                lookahead.begin_step(len(rows))
-            lookahead.after_route(layer, set().union(*rows))
-        is_wanted = lookahead is not None and lookahead.wants_guesses
-        is_traced = trace is not None and trace.meta.guess_reach > 0
-        if not is_wanted and not is_traced:
-            return
-        for distance, weights in enumerate(self._following, start=1):
+    def _look_ahead(self, x: A, residual: A, needed: list[int]) -> None:
+        experts, backend, layer = self._experts, self._backend, self._weights.layer
+        if experts.lookahead is not None:
+            experts.lookahead.after_route(layer, needed)
+        if experts.wants_guesses and experts.guesser is not None:
             mark = backend.mark()
-            guess = backend.route(backend.norm(residual, weights.norm), weights.router)
+            experts.tell(experts.guesser.after(layer, x, residual))
             backend.release(mark)
-            if trace is not None and is_traced:
-                trace.record_guess(weights.layer, distance, guess.topk_expert_ids_TK)
-            if lookahead is not None and is_wanted:
-                for ranked in guess.topk_expert_ids_TK.tolist():
-                    lookahead.foresee(weights.layer, distance, ranked)
 
     def _shared(self, x: A) -> A | None:
         weights = self._weights

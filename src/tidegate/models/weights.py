@@ -82,6 +82,11 @@ class ModelWeights:
     head: Linear
 
 
+def moe_weights(weights: ModelWeights) -> list[MoeWeights]:
+    """The MoE layers, in order."""
+    return [layer.feed_forward for layer in weights.layers if isinstance(layer.feed_forward, MoeWeights)]
+
+
 def model_weights(
     config: ModelConfig, tensors: DenseTensors, context_tokens: int, *, wide_inputs: bool = False
 ) -> ModelWeights:

@@ -7,8 +7,10 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable
 from typing import Literal
 
+import numpy as np
+
 from tidegate.experts.cache import ExpertCache
-from tidegate.experts.lookahead import Lookahead
+from tidegate.experts.lookahead import MARGIN_CURVES, RANK_CURVES, Lookahead
 from tidegate.experts.predictor import Predictor
 from tidegate.experts.prefetch import Prefetcher, PrefetchOptions
 from tidegate.sim.clock import ClockLoader
@@ -65,22 +67,35 @@ class GatesAhead(Ahead):
     def __init__(self, cache: ExpertCache, loader: ClockLoader, spend: Callable[[int], None]) -> None:
         self._cache, self._loader, self._spend = cache, loader, spend
         self._lookahead: Lookahead | None = None
+        self._has_margins = False
 
     def begin_step(self, step: Step) -> None:
         self._step = step
+        if self._lookahead is None:
+            self._has_margins = bool(np.nan_to_num(step.margins_TLRG).any())
+            curves = MARGIN_CURVES if self._has_margins else RANK_CURVES
+            self._lookahead = Lookahead(self._cache, step.experts_TLK.shape[2], self._loader.busy_ratio, curves)
+        self._lookahead.begin_step(len(step.token_T))
+        self._foresee(-1)
 
     def after_route(self, layer: int) -> None:
-        step = self._step
-        _, num_layers, reach, width = step.guesses_TLRG.shape
-        if self._lookahead is None:
-            self._lookahead = Lookahead(self._cache, width, self._loader.busy_ratio)
-        lookahead = self._lookahead
-        if layer == 0:
-            lookahead.begin_step(len(step.token_T))
-        lookahead.after_route(layer, step.needed_L[layer])
+        assert self._lookahead is not None
+        self._lookahead.after_route(layer, self._step.needed_L[layer])
+        self._foresee(layer)
+
+    def _foresee(self, layer: int) -> None:
+        """What was guessed after ``layer``; -1: before the first."""
+        lookahead, step = self._lookahead, self._step
+        assert lookahead is not None
         if not lookahead.wants_guesses:
             return
+        _, num_layers, reach, _ = step.guesses_TLRG.shape
         for distance in range(1, min(reach, num_layers - 1 - layer) + 1):
+            margins_TG = step.margins_TLRG[:, layer + distance, distance - 1]
+            if np.isnan(margins_TG).all():
+                continue
             self._spend(1)  # one gate, however many rows
-            for ranked in step.guesses_TLRG[:, layer + distance, distance - 1].tolist():
-                lookahead.foresee(layer + distance, distance, ranked)
+            for ranked, margins in zip(step.guesses_TLRG[:, layer + distance, distance - 1], margins_TG, strict=True):
+                named = ~np.isnan(margins)
+                above = margins[named].tolist() if self._has_margins else None
+                lookahead.foresee(layer + distance, distance, ranked[named].tolist(), above)

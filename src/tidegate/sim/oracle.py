@@ -1,13 +1,16 @@
-"""A predictor that knows the future, as far as it is told to: the bound for every real one."""
+"""Predictors that know the future, as far as they are told to: bounds for every real one."""
 
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 import numpy as np
 
+from tidegate.experts.lookahead import REACH
 from tidegate.experts.predictor import F32, Array, Predictor
+from tidegate.models.guesses import Guess
 
 
 class Oracle(Predictor):
@@ -52,3 +55,34 @@ class Oracle(Predictor):
         for expert in self._random.sample(others, count):
             out[expert] = 1.0
         return out
+
+
+class ForcedGuesses:
+    """A Guesser for the engine (``Experts.guesser``) whose guesses are right as often as they are told to be: each of the
+    experts that the layer will choose is named with probability ``accuracy``, and another one in its place otherwise, in no
+    particular order. ``experts_TLK`` is the routing of an earlier run, one row a step; ``step()`` is the index of the step that
+    runs, which has to repeat that run, and answers do so whatever is prefetched."""
+
+    def __init__(
+        self, experts_TLK: Array, num_experts: int, accuracy: float, step: Callable[[], int], seed: int = 0
+    ) -> None:
+        self._experts_TLK, self._num_experts = experts_TLK, num_experts
+        self._accuracy, self._step, self._seed = accuracy, step, seed
+        self.width = int(experts_TLK.shape[2])
+
+    def before(self, x: Any) -> Iterator[Guess]:
+        """Nothing."""
+        return iter(())
+
+    def after(self, layer: int, x: Any, residual: Any) -> Iterator[Guess]:
+        """The same guess at a layer from one and from two layers before."""
+        for distance in range(1, min(REACH, self._experts_TLK.shape[1] - 1 - layer) + 1):
+            yield Guess(layer + distance, distance, self._guess(self._step(), layer + distance)[None])
+
+    def _guess(self, step: int, layer: int) -> Array:
+        draw = random.Random(f"{self._seed} {step} {layer}")
+        needed = self._experts_TLK[step, layer].tolist()
+        wrong = draw.sample(sorted(set(range(self._num_experts)).difference(needed)), len(needed))
+        named = [one if draw.random() < self._accuracy else other for one, other in zip(needed, wrong, strict=True)]
+        draw.shuffle(named)
+        return np.array(named)

@@ -1,0 +1,139 @@
+"""How much waiting prefetch removes, and what it costs: the same text decoded in the same budget with each way to guess, in turns.
+
+    python benchmarks/prefetch.py STORE --memory 1200MB --memory 2200MB [--rounds 3] [--decode 96] [--forced 0.5]
+
+Modes: off; gates (the routers themselves); fitted (if `tidegate fit-predictor` has left its file in the store); forced (guesses that
+are right with the given probability, from a recording of the text's routing). Prints one JSON line a run, and medians at the
+end. Wasted is the share of prefetched bytes that were not needed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from tidegate.engine import bench
+from tidegate.engine.model import Model, load
+from tidegate.experts.gates_file import PREDICTOR_FILE
+from tidegate.experts.trace import TraceReader
+from tidegate.sim.oracle import ForcedGuesses
+
+_TEXT = Path(bench.__file__).with_suffix(".txt")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("store", type=Path)
+    parser.add_argument("--memory", action="append", required=True)
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--prefill", type=int, default=64)
+    parser.add_argument("--decode", type=int, default=96)
+    parser.add_argument("--text", type=Path, default=_TEXT)
+    parser.add_argument("--threads", type=int)
+    parser.add_argument("--forced", type=float, action="append", default=[], help="accuracy of forced guesses")
+    args = parser.parse_args()
+    modes = ["off", "gates", *(["fitted"] if (args.store / PREDICTOR_FILE).exists() else [])]
+    modes += [f"forced {accuracy}" for accuracy in args.forced]
+    runs: dict[tuple[str, str], list[dict[str, Any]]] = {}
+    for memory in args.memory:
+        routing = _routing(args, memory) if args.forced else None
+        for turn in range(args.rounds):
+            for mode in modes[turn % len(modes) :] + modes[: turn % len(modes)]:
+                found = _run(args, memory, mode, routing)
+                print(json.dumps({"memory": memory, "mode": mode, **found}), flush=True)
+                runs.setdefault((memory, mode), []).append(found)
+    for memory in args.memory:
+        _print_medians(memory, {mode: runs[memory, mode] for mode in modes})
+
+
+def _open(args: argparse.Namespace, memory: str, mode: str) -> Model:
+    threads = {} if args.threads is None else {"threads": args.threads}
+    return load(
+        args.store,
+        memory=memory,
+        context=args.prefill + args.decode + 16,
+        prefetch="off" if mode == "off" else "auto",
+        predictor="auto" if mode == "fitted" else "off",
+        **threads,
+    )
+
+
+def _ids(args: argparse.Namespace, model: Model) -> list[int]:
+    return model.encode(args.text.read_text(encoding="utf-8"))[: args.prefill + args.decode]
+
+
+def _routing(args: argparse.Namespace, memory: str) -> np.ndarray:
+    """Experts [steps, L, K] of the text, the last row of each step."""
+    with tempfile.TemporaryDirectory() as folder, _open(args, memory, "off") as model:
+        path = Path(folder) / "t.trace"
+        card = bench.make_card(model.runtime, args.prefill)
+        with model.trace(path):
+            bench.measure(model.runtime, card, _ids(args, model), args.prefill)
+        chunks = list(TraceReader(path))
+    step_T = np.concatenate([chunk.step for chunk in chunks])
+    experts = np.concatenate([chunk.experts for chunk in chunks])
+    return experts[np.append(np.flatnonzero(np.diff(step_T)), len(step_T) - 1)]
+
+
+def _run(args: argparse.Namespace, memory: str, mode: str, routing: np.ndarray | None) -> dict[str, Any]:
+    with _open(args, memory, mode) as model:
+        runtime = model.runtime
+        assert runtime.experts is not None
+        if routing is not None and mode.startswith("forced"):
+            num_experts = runtime.plan.needs.num_experts
+            accuracy = float(mode.split()[1])
+            runtime.experts.guesser = ForcedGuesses(routing, num_experts, accuracy, lambda: runtime.engine.times.steps)
+        card = bench.make_card(runtime, args.prefill)
+        found = bench.measure(runtime, card, _ids(args, model), args.prefill)
+        slots = sum(runtime.plan.slots) / len(runtime.plan.slots)
+    phase, counters = found.decode, found.decode.counters
+    useful_bytes = counters["prefetch_hits"] * card.expert_bytes
+    issued, dropped = counters["prefetch_issued"], counters["prefetch_dropped"]
+    tokens = phase.tokens
+    return {
+        "slots_per_layer": round(slots, 1),
+        "load_over_layer_ratio": round(card.load_ratio, 3),
+        "tokens_per_s": round(phase.tokens_per_s, 2),
+        "waiting_ms_per_token": round(counters["wait_ns"] / 1e6 / tokens, 3),
+        "read_bytes_per_token": round(counters["read_bytes"] / tokens),
+        "misses_per_token": round(counters["misses"] / tokens, 2),
+        "busy_ratio": round(counters["busy_ns"] / 1e9 / phase.elapsed_s, 3),
+        "useful": counters["prefetch_hits"],
+        "late": counters["prefetch_late"],
+        "wasted": counters["prefetch_wasted"],
+        "dropped": dropped,
+        "wasted_bytes_ratio": round(counters["wasted_bytes"] / max(1, counters["wasted_bytes"] + useful_bytes), 4),
+        "dropped_ratio": round(dropped / max(1, dropped + issued), 4),
+        "estimated_stall_removed_s": round(phase.stall_removed_s, 4),
+    }
+
+
+def _print_medians(memory: str, runs: dict[str, list[dict[str, Any]]]) -> None:
+    def median(mode: str, key: str) -> float:
+        return statistics.median(run[key] for run in runs[mode])
+
+    waiting, bytes_read, speed = (
+        median("off", key) for key in ("waiting_ms_per_token", "read_bytes_per_token", "tokens_per_s")
+    )
+    ratio, slots = median("off", "load_over_layer_ratio"), median("off", "slots_per_layer")
+    print(f"\n{memory}: R = {ratio:.2f}, {slots:.0f} slots a layer, channel busy {median('off', 'busy_ratio'):.0%} without prefetch")
+    print("| mode | tokens/s | of off | waiting ms/token | removed | bytes of off | wasted | late of useful | dropped |")
+    print("|---|---|---|---|---|---|---|---|---|")
+    for mode in runs:
+        wait, useful = median(mode, "waiting_ms_per_token"), median(mode, "useful")
+        print(
+            f"| {mode} | {median(mode, 'tokens_per_s'):.1f} | {median(mode, 'tokens_per_s') / speed:.3f} | {wait:.2f} | "
+            f"{1 - wait / waiting if waiting else 0:.0%} | {median(mode, 'read_bytes_per_token') / max(1, bytes_read):.3f} | "
+            f"{median(mode, 'wasted_bytes_ratio'):.0%} | {median(mode, 'late') / max(1, useful):.0%} | "
+            f"{median(mode, 'dropped_ratio'):.0%} |"
+        )
+
+
+if __name__ == "__main__":
+    main()
