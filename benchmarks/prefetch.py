@@ -1,9 +1,9 @@
-"""How much waiting prefetch removes, and what it costs: the same text decoded in the same budget with each way to guess, in turns.
+"""How much waiting prefetch removes, and what it costs: a text decoded in one budget with each way to guess, in turns.
 
     python benchmarks/prefetch.py STORE --memory 1200MB --memory 2200MB [--rounds 3] [--decode 96] [--forced 0.5]
 
-Modes: off; gates (the routers themselves); fitted (if `tidegate fit-predictor` has left its file in the store); forced (guesses that
-are right with the given probability, from a recording of the text's routing). Prints one JSON line a run, and medians at the
+Modes: off; gates (the routers themselves); fitted (if `tidegate fit-predictor` has left its file in the store); forced (guesses
+that are right with the given probability, from a recording of the text's routing). Prints one JSON line a run, and medians at the
 end. Wasted is the share of prefetched bytes that were not needed.
 """
 
@@ -122,8 +122,12 @@ def _print_medians(memory: str, runs: dict[str, list[dict[str, Any]]]) -> None:
         median("off", key) for key in ("waiting_ms_per_token", "read_bytes_per_token", "tokens_per_s")
     )
     ratio, slots = median("off", "load_over_layer_ratio"), median("off", "slots_per_layer")
-    print(f"\n{memory}: R = {ratio:.2f}, {slots:.0f} slots a layer, channel busy {median('off', 'busy_ratio'):.0%} without prefetch")
-    print("| mode | tokens/s | of off | waiting ms/token | removed | bytes of off | wasted | late of useful | dropped |")
+    print(
+        f"\n{memory}: R = {ratio:.2f}, {slots:.0f} slots a layer, channel busy {median('off', 'busy_ratio'):.0%} without prefetch"
+    )
+    print(
+        "| mode | tokens/s | of off | waiting ms/token | removed | bytes of off | wasted | late of useful | dropped |"
+    )
     print("|---|---|---|---|---|---|---|---|---|")
     for mode in runs:
         wait, useful = median(mode, "waiting_ms_per_token"), median(mode, "useful")

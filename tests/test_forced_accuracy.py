@@ -42,9 +42,8 @@ def _run(model: Model) -> tuple[list[int], dict[str, int]]:
 def off(store: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[list[int], dict[str, int], np.ndarray]:
     """Answer, counters and routing without prefetch."""
     path = tmp_path_factory.mktemp("trace") / "t.trace"
-    with _load(store, "off") as model:
-        with model.trace(path):
-            answer, stats = _run(model)
+    with _load(store, "off") as model, model.trace(path):
+        answer, stats = _run(model)
     return answer, stats, np.concatenate([chunk.experts for chunk in TraceReader(path)])
 
 

@@ -89,8 +89,8 @@ def test_useless_guesses_are_hardly_made_any_more() -> None:
 
 
 def test_an_idle_channel_lowers_the_bar_and_a_prompt_is_not_looked_at() -> None:
-    _, busy, _ = _run(50, accuracy=0.5, busy=1.0)
-    _, idle, _ = _run(50, accuracy=0.5, busy=0.0)
+    _, busy, _ = _run(50, accuracy=0.9, busy=1.0)
+    _, idle, _ = _run(50, accuracy=0.9, busy=0.0)
     assert idle.threshold < busy.threshold
     idle.begin_step(MOST_ROWS + 1)
     assert not idle.wants_guesses

@@ -29,8 +29,11 @@ _LEARNING_RATE = 1 / 128
 # What a wrong load evicts, and what it takes from the loads behind it; the second is per share of busy time. Measured.
 _PRICE, _PRICE_WHEN_BUSY = 0.08, 0.12
 # At rest a quarter of the loads are wrong: each lifts the floor three times as much as a right one lowers it.
-_FIRST_FLOOR, _RISE, _FALL = 0.3, 3 / 256, 1 / 256
-_Evidence = tuple[int, int, float, float, float, bool]  # expert, distance, margin, logarithm of its heat, odds, is loading
+# A high floor sinks a little with every step, or a bad start would forbid everything for good.
+_FIRST_FLOOR, _RISE, _FALL, _FORGETTING = 0.3, 3 / 256, 1 / 256, 1 / 1024
+_Evidence = tuple[
+    int, int, float, float, float, bool
+]  # expert, distance, margin, logarithm of its heat, odds, is loading
 _NAP_STEPS = 16  # how seldom guesses are made where none is worth a load
 
 
@@ -78,6 +81,7 @@ class Lookahead:
         if num_rows > MOST_ROWS:
             return
         self._busy += (self._busy_ratio() - self._busy) / 8
+        self._floor -= max(0.0, self._floor - _FIRST_FLOOR) * _FORGETTING
         self._naps = 0 if self._tempted else (self._naps + 1) % _NAP_STEPS
         if self._naps == 0:
             self.wants_guesses, self._tempted = True, False
