@@ -50,6 +50,8 @@ def config(tmp_path_factory: pytest.TempPathFactory) -> Path:
         (["--context", "1000000"], "made for 4096 positions"),
         (["--batch", "0"], "--sequences 0"),
         (["--experts", "int5"], "--experts 'int5'"),
+        (["--experts", "int4,int5"], "--experts 'int5'"),
+        (["--experts", "int4,"], "--experts ''"),
         (["--kv", "f8"], "--kv 'f8'"),
         (["--prompt", "5000"], "--prompt 5000"),
         (["--vram", "24"], "--vram '24'"),
@@ -167,3 +169,20 @@ def test_a_repository_on_the_hub_is_planned_like_the_folder(hub: tuple[Path, str
     assert far_card.pop("kind") == "hub" and near.pop("kind") == "hf"
     assert far_card.pop("model") == "org/model" and near.pop("model") == str(folder)
     assert far_card == near
+
+
+def test_formats_side_by_side(config: Path) -> None:
+    asked = (config, "--ram", "64GiB", "--memory", "4500MiB", "--context", "512", "--experts", "bf16,int8,int4")
+    found = json.loads(plan(*asked, "--json").stdout)
+    rows = found["formats"]
+    assert [row["experts"] for row in rows] == ["bf16", "int8-g32", "int4-g32"]
+    assert found["expert_formats"][0]["format"] == "bf16", "the card is of the first"
+    for name in ("store_bytes", "smallest_bytes"):
+        assert [row[name] for row in rows] == sorted((row[name] for row in rows), reverse=True)
+    speeds = [row["decode_tokens_per_s"] for row in rows]
+    assert speeds == sorted(speeds)
+    text = plan(*asked).stdout
+    assert "formats:" in text and all(row["experts"] in text.partition("formats:")[2] for row in rows)
+    small = (config, "--ram", "64GiB", "--memory", "600MiB", "--context", "64", "--experts", "f32,int4")
+    done = plan(*small, "--markdown")
+    assert done.returncode == 0 and "| too small |" in done.stdout, "one of them fits"

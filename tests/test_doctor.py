@@ -96,6 +96,11 @@ def test_advice_keeps_the_quality_bound_and_the_budget(store: Path) -> None:
     assert within == sorted(within, reverse=True)
     kept = choices(replace(card, headers=replace(headers, kind="store")), machine)
     assert {one.experts for one in kept} == {None}
+    resident = [one for one in found if one.resident_ratio == 1]
+    scarce = [one for one in found if one.resident_ratio < 1]
+    assert scarce and all(one.prefetch_layers == one.staging_experts == 0 for one in resident)
+    for one in scarce:
+        assert one.prefetch_layers >= one.forecast.load_ratio and one.staging_experts >= 1
     assert "below 1.2: quantize" in rule_of_thumb(card)
     assert "run as it is" in rule_of_thumb(replace(card, budget=Budget(1 << 40, "")))
     assert "offload" in rule_of_thumb(replace(card, budget=Budget(1 << 20, "")))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 from tidegate.planner.advise import QUALITY_BOUND, Choice, rule_of_thumb
 from tidegate.planner.card import Card, expert_formats
@@ -117,6 +118,33 @@ def device_lines(found: DevicePlan) -> list[str]:
     ]
 
 
+def comparison_lines(rows: list[dict[str, Any]], as_markdown: bool) -> list[str]:
+    """Expert formats side by side."""
+    head = ["experts", "store", "smallest", "verdict", "resident", "decode", "prompts", "perplexity lost"]
+    cells = [head]
+    for row in rows:
+        fits = row["decode_tokens_per_s"] is not None
+        cells.append(
+            [
+                row["experts"],
+                format_bytes(row["store_bytes"]),
+                format_bytes(row["smallest_bytes"]),
+                row["verdict"],
+                f"{row['resident_ratio']:.0%}" if fits else "",
+                f"{row['decode_tokens_per_s']:.1f} tokens/s" if fits else "",
+                f"{row['prefill_tokens_per_s']:.0f} tokens/s" if fits else "",
+                f"about {row['quality_cost']:g} %",
+            ]
+        )
+    if as_markdown:
+        lines = [f"| {' | '.join(row)} |" for row in cells]
+        return ["", lines[0], "|---" * len(head) + "|", *lines[1:]]
+    widths = [max(len(row[column]) for row in cells) for column in range(len(head))]
+    return ["formats:"] + [
+        "  " + "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in cells
+    ]
+
+
 def advice_lines(card: Card, found: list[Choice]) -> list[str]:
     """The choices, best first, and what others would go by."""
     lines = [f"advice (quality bound {QUALITY_BOUND:g} % of perplexity; the best comes first):"]
@@ -125,6 +153,11 @@ def advice_lines(card: Card, found: list[Choice]) -> list[str]:
         lines.append(
             f"  --experts {kind} --sequences {one.sequences}: {one.forecast.decode_tokens_per_s:.1f} tokens/s in all, "
             f"{one.resident_ratio:.0%} resident, {one.forecast.step.binding} binds, about {one.quality_cost:g} % perplexity"
+            + (
+                f"; loads {_layers(one.prefetch_layers)} ahead, {one.staging_experts} at once"
+                if one.prefetch_layers
+                else ""
+            )
         )
     return [*lines, f"rule of thumb, for comparison: {rule_of_thumb(card)}"]
 
@@ -176,6 +209,10 @@ def print_rich(card: Card) -> None:
     console.print(verdict(card), style=color, markup=False)
     for line in forecast_lines(card.forecast) if card.forecast else way_lines(card):
         console.print(f"  {line}", markup=False)
+
+
+def _layers(count: int) -> str:
+    return f"{count} layer" + ("s" if count > 1 else "")
 
 
 def _table(rows: list[Row]) -> Iterator[str]:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
 from tidegate.checkpoint.inventory import count_parameters
 from tidegate.engine.needs import Repacked, needs_of, sizes_of
-from tidegate.plan import make_plan
+from tidegate.plan import Plan, make_plan
 from tidegate.planner.card import QUALITY_COST, Card, expected_process
 from tidegate.planner.forecast import Forecast, make_forecast
 from tidegate.planner.machine import Machine
@@ -21,12 +22,15 @@ QUALITY_BOUND = 2.0  # % of perplexity
 
 @dataclass(frozen=True)
 class Choice:
-    """``experts`` None: the format of the store, which cannot be changed."""
+    """``experts`` None: the format of the store, which cannot be changed. ``prefetch_layers``: how many layers before its own a
+    load must start to be hidden; ``staging_experts``: loads that are on their way then. Both 0 if nothing is ever missing."""
 
     experts: str | None
     sequences: int
     resident_ratio: float
     quality_cost: float
+    prefetch_layers: int
+    staging_experts: int
     forecast: Forecast
 
     def to_json(self) -> dict[str, Any]:
@@ -67,4 +71,26 @@ def _choices(card: Card, machine: Machine) -> Iterator[Choice]:
             hits = expected_hits(headers.config.family, plan.resident_ratio)
             prompt = max(1, sizes.context_tokens // 4)
             found = make_forecast(model, plan, sizes, machine, hits, threads=card.threads, prompt_tokens=prompt)
-            yield Choice(kind, sequences, plan.resident_ratio, QUALITY_COST.get(kind or "", 0.0), found)
+            cost, distance = QUALITY_COST.get(kind or "", 0.0), prefetch_layers(found, plan)
+            staging = math.ceil(distance * found.distinct_per_layer * (1 - found.hits.expected))
+            yield Choice(kind, sequences, plan.resident_ratio, cost, distance, staging, found)
+
+
+def prefetch_layers(found: Forecast, plan: Plan) -> int:
+    """R, rounded up: the layers that are computed during one load."""
+    return math.ceil(found.load_ratio) if plan.resident_ratio < 1 else 0
+
+
+def comparison_row(card: Card) -> dict[str, Any]:
+    """One expert format beside others, in the same budget; the forecast's entries are None where it does not fit."""
+    layouts, found = card.headers.layouts, card.forecast
+    return {
+        "experts": str(layouts[0].fmt) if layouts else "none",
+        "store_bytes": card.disk_bytes,
+        "smallest_bytes": card.needs.smallest_bytes,
+        "verdict": card.verdict,
+        "resident_ratio": card.plan.resident_ratio if card.plan else None,
+        "decode_tokens_per_s": found.decode_tokens_per_s if found else None,
+        "prefill_tokens_per_s": found.prefill_tokens_per_s if found else None,
+        "quality_cost": QUALITY_COST[layouts[0].fmt.kind] if layouts else 0.0,
+    }

@@ -17,9 +17,9 @@ _COMPUTE_BAND = 0.10  # how far the computed part has been off, see the table in
 @dataclass(frozen=True)
 class Forecast:
     """Tokens a second are of all sequences together, prompts of ``prompt_tokens`` each that start at once included;
-    ``first_token_s`` is the first one's. ``low`` and ``high`` are the band. ``load_ratio`` is R: the time to load one expert over
-    the time to compute one layer. ``tokens_per_load``: tokens that an expert must serve for its computation to take as long as
-    its load. ``is_measured``: the rates are this machine's, not assumed."""
+    ``first_token_s`` is the first one's. ``low`` and ``high`` are the band. ``load_ratio`` is R: the time to load one expert
+    over the time to compute one layer. ``tokens_per_load``: tokens that an expert must serve for its computation to take as long
+    as its load; ``distinct_per_layer``: experts that a step needs of a layer. ``is_measured``: the rates are this machine's."""
 
     decode_tokens_per_s: float
     low_tokens_per_s: float
@@ -31,6 +31,7 @@ class Forecast:
     step: StepTimes
     load_ratio: float
     tokens_per_load: float
+    distinct_per_layer: float
     is_measured: bool
 
     def to_json(self) -> dict[str, Any]:
@@ -66,5 +67,6 @@ def make_forecast(
         steps[0],
         clock.load_s / layer_s,
         clock.tokens_per_load,
+        hits.distinct or clock.distinct,
         machine.is_measured,
     )

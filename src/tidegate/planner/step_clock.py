@@ -70,6 +70,12 @@ class StepClock:
         layout, many = self._model.layouts[0], 1 << 12
         return self.load_s / (self._expert_s(layout, many) / many)
 
+    @property
+    def distinct(self) -> float:
+        """Experts that a step needs of a layer, by chance."""
+        moe = self._model.config.moe
+        return expected_union(moe.num_experts, moe.num_experts_per_tok, self._sizes.sequences) if moe else 0.0
+
     def decode(self, hit_rate: float, distinct: float | None) -> StepTimes:
         """One token of every sequence, at half the context. ``distinct`` experts a layer; None: by chance."""
         model, batch, moe = self._model, self._sizes.sequences, self._model.config.moe
