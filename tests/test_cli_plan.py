@@ -183,6 +183,7 @@ def test_formats_side_by_side(config: Path) -> None:
     assert speeds == sorted(speeds)
     text = plan(*asked).stdout
     assert "formats:" in text and all(row["experts"] in text.partition("formats:")[2] for row in rows)
-    small = (config, "--ram", "64GiB", "--memory", "600MiB", "--context", "64", "--experts", "f32,int4")
+    smallest = f"{rows[1]['smallest_bytes']}B"  # of int8
+    small = (config, "--ram", "64GiB", "--memory", smallest, "--context", "512", "--experts", "f32,int4")
     done = plan(*small, "--markdown")
     assert done.returncode == 0 and "| too small |" in done.stdout, "one of them fits"
