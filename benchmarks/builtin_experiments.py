@@ -75,7 +75,7 @@ def fit(trace: Path, store: Path, folder: Path) -> dict[str, dict[str, Any]]:
     found = {}
     for name, kind, ahead in FITS:
         where = folder / f"{name}.npz"
-        flags = ("--lookahead", ahead, "--model", store, "--score-tokens", 600, "--json")
+        flags = ("--lookahead", ahead, "--embedding", store, "--score-tokens", 600, "--json")
         found[name] = json.loads(command("fit-predictor", trace, "--kind", kind, "-o", where, *flags))
         print(name, found[name]["recall"], file=sys.stderr, flush=True)
     return found

@@ -31,6 +31,7 @@ from tidegate.experts.policy import policy_factory
 from tidegate.experts.trace import TraceReader
 from tidegate.planner.machine import load_machine
 from tidegate.planner.profile import simulated_profile
+from tidegate.sim.ahead import Gates
 from tidegate.sim.replay import Step, whole_steps
 from tidegate.sim.simulate import Outcome, Profile, simulate
 
@@ -89,7 +90,9 @@ class Comparison:
             "context": self.context
         }  # with prefetch, so that the trace has the guesses of the fitted gates, if any
         self.needs = child(store=str(store), options=options, tokens=tokens, text=str(text), trace=str(trace))["needs"]
-        self.steps: list[Step] = list(whole_steps(TraceReader(trace)))
+        reader = TraceReader(trace)
+        self.steps: list[Step] = list(whole_steps(reader))
+        self.curves = reader.meta.guess_curves
         self.ids = [step.token_T[0] for step in self.steps]
         assert len(self.ids) == tokens, f"the text has {len(self.ids)} tokens"
         threads = len(os.sched_getaffinity(0))
@@ -116,7 +119,7 @@ class Comparison:
     def simulated(self, policy: str, slots: list[int], prefetch: str) -> Outcome:
         return simulate(
             self.steps, slots, self.needs["num_experts"], policy_factory(policy), self.profile,
-            "gates" if prefetch == "auto" else None, share=True,
+            Gates(self.curves) if prefetch == "auto" else None, share=True,
         )  # fmt: skip
 
     def rows(self) -> Iterator[dict[str, Any]]:

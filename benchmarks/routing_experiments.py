@@ -21,7 +21,7 @@ from tidegate.experts.policy import POLICIES, DecayedLfu, PolicyFactory
 from tidegate.experts.predictor_file import find_predictor
 from tidegate.experts.prefetch import PrefetchOptions
 from tidegate.experts.trace import TraceChunk, TraceReader
-from tidegate.sim.ahead import Foresight
+from tidegate.sim.ahead import Foresight, Gates
 from tidegate.sim.batching import batched
 from tidegate.sim.belady import belady_hits
 from tidegate.sim.oracle import Oracle
@@ -66,7 +66,7 @@ class Bench:
 
     def predictor(self, name: str, **oracle: float) -> Foresight | None:
         if name == "gates":
-            return "gates"
+            return Gates(self.reader.meta.guess_curves)
         if name == "oracle":
             return Oracle(self.layers, self.experts, **oracle)
         path = self.fitted / f"{name}.npz"

@@ -18,6 +18,7 @@ from tidegate.experts.lookahead import REACH
 from tidegate.experts.policy import POLICIES, policy_factory
 from tidegate.experts.prefetch import PrefetchOptions
 from tidegate.experts.trace import TraceReader
+from tidegate.sim.ahead import Gates
 from tidegate.sim.batching import batched
 from tidegate.sim.clock import ClockLoader
 from tidegate.sim.fit import fit_predictor
@@ -95,8 +96,9 @@ def test_the_engines_prefetch_runs_in_the_simulator(
     reader = TraceReader(path)
     assert reader.meta.guess_reach == min(REACH, reader.meta.num_layers)
     profile = Profile(needs.slot_bytes, 1e9, 1e-5, 1e-5)
+    ahead = Gates(reader.meta.guess_curves)
     found = simulate(
-        whole_steps(reader), slots, reader.meta.num_experts, policy_factory(policy), profile, "gates", share=True
+        whole_steps(reader), slots, reader.meta.num_experts, policy_factory(policy), profile, ahead, share=True
     ).counters
     names = (
         "demand_hits",

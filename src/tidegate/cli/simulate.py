@@ -24,7 +24,7 @@ from tidegate.planner.headers import read_headers
 from tidegate.planner.machine import Machine, load_machine
 from tidegate.planner.profile import simulated_profile
 from tidegate.quant.formats import Format
-from tidegate.sim.ahead import Foresight
+from tidegate.sim.ahead import Foresight, Gates
 from tidegate.sim.batching import batched
 from tidegate.sim.oracle import Oracle
 from tidegate.sim.replay import Step, whole_steps
@@ -155,7 +155,7 @@ def _sweep(reader: TraceReader, tokens: int, profile: Profile, recorded_bits: in
                 raise UsageError(
                     f"--predictor gates: {reader.path} does not say what the gates guessed; record it again"
                 )
-            return "gates"
+            return Gates(meta.guess_curves)
         if name == "oracle":
             return Oracle(meta.num_layers, meta.num_experts)
         return find_predictor(name, meta.num_layers, meta.num_experts)

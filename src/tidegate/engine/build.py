@@ -124,9 +124,9 @@ def build(store: ExpertStore, options: EngineOptions, reader: _core.BlockReader 
             cache = ExpertCache(plan.slots, plan.needs.num_experts, make_policy, loader, share=True)
             experts = Experts(cache, loader, store.layouts)
             gates = find_gates(store, options.predictor) if options.prefetch == "auto" else None
+            experts.curves = gates.curves if gates else RANK_CURVES
             if options.prefetch == "auto" and min(plan.slots) < plan.needs.num_experts:
-                curves = gates.curves if gates else RANK_CURVES
-                experts.lookahead = Lookahead(cache, plan.needs.min_slots, loader.busy_ratio, curves)
+                experts.lookahead = Lookahead(cache, plan.needs.min_slots, loader.busy_ratio, experts.curves)
         tensors = DenseTensors(store, dense)
         weights = model_weights(config, tensors, sizes.context_tokens, wide_inputs=sizes.wide_inputs)
         if experts is not None and gates is not None:

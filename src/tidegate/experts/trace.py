@@ -33,7 +33,8 @@ Array = NDArray[Any]
 class TraceMeta:
     """What a trace says about itself. ``expert_bytes`` (one packed expert) and ``fixed_bytes`` (all that was in memory
     beside expert slots) are 0 when unknown; ``sketch_dims`` is the width of the hidden-state sketches, ``guess_reach`` how many
-    layers ahead prefetch looked, both 0 for none; ``guess_width`` how many experts it names each time at most."""
+    layers ahead prefetch looked, both 0 for none; ``guess_width`` how many experts it names each time at
+    most, ``guess_curves`` the odds that it started from, as Lookahead takes them."""
 
     num_layers: int
     num_experts: int
@@ -44,6 +45,7 @@ class TraceMeta:
     sketch_dims: int = 0
     guess_reach: int = 0
     guess_width: int = 0
+    guess_curves: tuple[tuple[float, float, float], ...] = ()
     version: int = FORMAT_VERSION
 
 
@@ -207,9 +209,10 @@ class TraceReader:
                 path, 0, "trace version", " or ".join(map(str, _READABLE)), f"{version} (written by another Tidegate?)"
             )
         try:
-            self.meta = TraceMeta(**data)
+            curves = tuple((float(a), float(b), float(c)) for a, b, c in data.pop("guess_curves", ()))
+            self.meta = TraceMeta(**data, guess_curves=curves)
             self._check_meta()
-        except TypeError as error:
+        except (TypeError, ValueError) as error:
             self.close()
             raise CorruptFile(path, 0, "meta.json", [item.name for item in fields(TraceMeta)], error) from None
 

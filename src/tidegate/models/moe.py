@@ -22,7 +22,7 @@ from typing import Any, Generic, Protocol
 
 from tidegate.backends.base import A, Backend, ExpertSlots, F32Array, I32Array
 from tidegate.experts.cache import ExpertCache
-from tidegate.experts.lookahead import Lookahead
+from tidegate.experts.lookahead import RANK_CURVES, Curve, Lookahead
 from tidegate.models.guesses import Guess, Guesser, IdArray
 from tidegate.models.weights import MoeWeights
 from tidegate.quant.layout import ExpertLayout
@@ -51,6 +51,7 @@ class Experts:
 
     ``trace``, if set, records the routing; whoever sets it begins and ends its steps around ``Decoder.forward``.
     ``lookahead``, if set, prefetches what ``guesser`` says; the decoder brings the routers' own gates if there is no other.
+    ``curves``: the odds that ``lookahead`` starts from.
     """
 
     cache: ExpertCache
@@ -59,6 +60,7 @@ class Experts:
     trace: RoutingRecorder | None = None
     lookahead: Lookahead | None = None
     guesser: Guesser[Any] | None = None
+    curves: Sequence[Curve] = RANK_CURVES
 
     def begin_step(self, backend: Backend[A], x: A, num_rows: int) -> None:
         """``x``: the embedded tokens of a step that starts. Its first layers' experts may be on their way from here on."""

@@ -4,20 +4,29 @@ the guesses that the gates made while the trace was recorded."""
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
-from typing import Literal
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 
 from tidegate.experts.cache import ExpertCache
-from tidegate.experts.lookahead import MARGIN_CURVES, RANK_CURVES, Lookahead
+from tidegate.experts.lookahead import RANK_CURVES, Curve, Lookahead
 from tidegate.experts.predictor import Predictor
 from tidegate.experts.prefetch import Prefetcher, PrefetchOptions
 from tidegate.sim.clock import ClockLoader
 from tidegate.sim.oracle import Oracle
 from tidegate.sim.replay import Step
 
-Foresight = Predictor | Literal["gates"]
+
+@dataclass(frozen=True)
+class Gates:
+    """The engine's own prefetch. ``curves`` are the odds that it starts from (``TraceMeta.guess_curves``); none:
+    those of guesses that are ranks only."""
+
+    curves: Sequence[Curve] = ()
+
+
+Foresight = Predictor | Gates
 
 
 class Ahead(ABC):
@@ -39,8 +48,8 @@ def make_ahead(
     options: PrefetchOptions,
     spend: Callable[[int], None],
 ) -> Ahead:
-    if isinstance(foresight, str):
-        return GatesAhead(cache, loader, spend)
+    if isinstance(foresight, Gates):
+        return GatesAhead(cache, loader, foresight.curves or RANK_CURVES, spend)
     return PredictorAhead(foresight, Prefetcher(cache, foresight, options), spend)
 
 
@@ -64,8 +73,10 @@ class PredictorAhead(Ahead):
 class GatesAhead(Ahead):
     """Drives a Lookahead as the MoE layers of the engine do."""
 
-    def __init__(self, cache: ExpertCache, loader: ClockLoader, spend: Callable[[int], None]) -> None:
-        self._cache, self._loader, self._spend = cache, loader, spend
+    def __init__(
+        self, cache: ExpertCache, loader: ClockLoader, curves: Sequence[Curve], spend: Callable[[int], None]
+    ) -> None:
+        self._cache, self._loader, self._curves, self._spend = cache, loader, curves, spend
         self._lookahead: Lookahead | None = None
         self._has_margins = False
 
@@ -73,8 +84,8 @@ class GatesAhead(Ahead):
         self._step = step
         if self._lookahead is None:
             self._has_margins = bool(np.nan_to_num(step.margins_TLRG).any())
-            curves = MARGIN_CURVES if self._has_margins else RANK_CURVES
-            self._lookahead = Lookahead(self._cache, step.experts_TLK.shape[2], self._loader.busy_ratio, curves)
+            per_token = step.experts_TLK.shape[2]
+            self._lookahead = Lookahead(self._cache, per_token, self._loader.busy_ratio, self._curves)
         self._lookahead.begin_step(len(step.token_T))
         self._foresee(-1)
 

@@ -93,7 +93,7 @@ def simulate(
     share: bool = False,
 ) -> Outcome:
     """Run all steps with ``capacities[l]`` slots in layer l, which is only how it starts with ``share``, and caches that are
-    empty at first. Without a predictor there are demand loads only; "gates" is the engine's own prefetch, on the guesses of the
+    empty at first. Without a predictor there are demand loads only; Gates is the engine's own prefetch, on the guesses of the
     trace."""
     loader = ClockLoader(
         sum(capacities), profile.expert_bytes, profile.bandwidth_bytes_per_s, profile.latency_s,
