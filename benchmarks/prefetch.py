@@ -1,6 +1,7 @@
 """How much waiting prefetch removes, and what it costs: a text decoded in one budget with each way to guess, in turns.
 
     python benchmarks/prefetch.py STORE --memory 1200MB --memory 2200MB [--rounds 3] [--decode 96] [--forced 0.5]
+    python benchmarks/prefetch.py SMALL_STORE --memory "16 slots"       (a layer; for models that are small beside the process)
 
 Modes: off; gates (the routers themselves); fitted (if `tidegate fit-predictor` has left its file in the store); forced (guesses
 that are right with the given probability, from a recording of the text's routing). Prints one JSON line a run, and medians at the
@@ -13,6 +14,9 @@ import argparse
 import json
 import statistics
 import tempfile
+from collections.abc import Callable
+from concurrent.futures import ProcessPoolExecutor
+from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
@@ -41,22 +45,33 @@ def main() -> None:
     modes = ["off", "gates", *(["fitted"] if (args.store / PREDICTOR_FILE).exists() else [])]
     modes += [f"forced {accuracy}" for accuracy in args.forced]
     runs: dict[tuple[str, str], list[dict[str, Any]]] = {}
+    routing = _alone(_routing, args) if args.forced else None
     for memory in args.memory:
-        routing = _routing(args, memory) if args.forced else None
         for turn in range(args.rounds):
             for mode in modes[turn % len(modes) :] + modes[: turn % len(modes)]:
-                found = _run(args, memory, mode, routing)
+                found = _alone(_run, args, memory, mode, routing)
                 print(json.dumps({"memory": memory, "mode": mode, **found}), flush=True)
                 runs.setdefault((memory, mode), []).append(found)
     for memory in args.memory:
         _print_medians(memory, {mode: runs[memory, mode] for mode in modes})
 
 
-def _open(args: argparse.Namespace, memory: str, mode: str) -> Model:
+def _alone(function: Callable[..., Any], *arguments: Any) -> Any:
+    """In a process of its own, so that every run finds the same budget for its slots."""
+    with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as pool:
+        return pool.submit(function, *arguments).result()
+
+
+def _open(args: argparse.Namespace, memory: int | str | None, mode: str) -> Model:
+    """``memory`` None: whatever there is."""
     threads = {} if args.threads is None else {"threads": args.threads}
+    if isinstance(memory, str) and memory.endswith("slots"):
+        with _open(args, None, mode) as model:
+            needs = model.plan.needs
+        memory = needs.budget_for(needs.num_layers * int(memory.split()[0]))
     return load(
         args.store,
-        memory=memory,
+        **({} if memory is None else {"memory": memory}),
         context=args.prefill + args.decode + 16,
         prefetch="off" if mode == "off" else "auto",
         predictor="auto" if mode == "fitted" else "off",
@@ -68,9 +83,9 @@ def _ids(args: argparse.Namespace, model: Model) -> list[int]:
     return model.encode(args.text.read_text(encoding="utf-8"))[: args.prefill + args.decode]
 
 
-def _routing(args: argparse.Namespace, memory: str) -> np.ndarray:
-    """Experts [steps, L, K] of the text, the last row of each step."""
-    with tempfile.TemporaryDirectory() as folder, _open(args, memory, "off") as model:
+def _routing(args: argparse.Namespace) -> np.ndarray:
+    """Experts [steps, L, K] of the text, the last row of each step; the same for every budget."""
+    with tempfile.TemporaryDirectory() as folder, _open(args, None, "off") as model:
         path = Path(folder) / "t.trace"
         card = bench.make_card(model.runtime, args.prefill)
         with model.trace(path):

@@ -30,7 +30,7 @@ _LEARNING_RATE = 1 / 128
 _PRICE, _PRICE_WHEN_BUSY = 0.08, 0.12
 # At rest a quarter of the loads are wrong: each lifts the floor three times as much as a right one lowers it.
 # A high floor sinks a little with every step, or a bad start would forbid everything for good.
-_FIRST_FLOOR, _RISE, _FALL, _FORGETTING = 0.3, 3 / 256, 1 / 256, 1 / 1024
+_FIRST_FLOOR, _RISE, _FALL, _FORGETTING = 0.3, 3 / 128, 1 / 128, 1 / 1024
 _Evidence = tuple[
     int, int, float, float, float, bool
 ]  # expert, distance, margin, logarithm of its heat, odds, is loading
