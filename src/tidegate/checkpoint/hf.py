@@ -7,6 +7,7 @@ Two tensors on disk appear as one: ``X_blocks`` + ``X_scales`` (gpt-oss) as ``X`
 from __future__ import annotations
 
 import json
+from functools import cached_property
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -74,8 +75,11 @@ class HfCheckpoint(Checkpoint):
         return w_NK
 
     def stored_bytes(self, name: str) -> int:
+        nbytes = self._info(name, self.tensors).nbytes
+        if self._is_plain:
+            return nbytes
         scales = self._on_disk.get(f"{name}_scale_inv")
-        return self._info(name, self.tensors).nbytes + (scales.nbytes if scales else 0)
+        return nbytes + (scales.nbytes if scales else 0)
 
     def native_format(self, name: str) -> Format | None:
         return _MXFP4 if self._info(name, self.tensors).dtype == "MXFP4" else None
@@ -144,6 +148,11 @@ class HfCheckpoint(Checkpoint):
             if tensor not in self._on_disk:
                 raise BadTensor(f"{self.path / shard}: {tensor} is missing, though {index_path.name} says it is here")
 
+    @cached_property
+    def _is_plain(self) -> bool:
+        """Whether every tensor on disk is one of the model's, as it is: no scales or blocks of their own."""
+        return not any(name.endswith(("_blocks", "_scales", "_scale_inv")) for name in self._on_disk)
+
     def _add_shard(self, shard: str, header: dict[str, TensorInfo], weight_map: dict[str, str]) -> None:
         for name, info in header.items():
             if weight_map.get(name, shard) != shard:
@@ -154,6 +163,8 @@ class HfCheckpoint(Checkpoint):
             self._on_disk[name] = info
 
     def _logical_tensors(self) -> dict[str, TensorInfo]:
+        if self._is_plain:
+            return self._on_disk
         tensors = {}
         for name, info in self._on_disk.items():
             base = name.removesuffix("_blocks")

@@ -18,6 +18,7 @@ DTYPE_BYTES = {
 }  # fmt: skip
 _HEADER_LIMIT_BYTES = 100 << 20
 METADATA = "__metadata__"
+_INT = frozenset((int,))
 
 
 def read_header(file: InputFile) -> dict[str, TensorInfo]:
@@ -64,7 +65,7 @@ def _header(file: InputFile) -> tuple[dict[str, Any], int]:
 def _tensor(name: str, entry: Any, data_start: int, file: InputFile) -> TensorInfo:
     try:
         dtype, shape, (begin, end) = entry["dtype"], tuple(entry["shape"]), entry["data_offsets"]
-        good = {int}.issuperset(map(type, shape)) and type(begin) is type(end) is int and isinstance(dtype, str)
+        good = _INT.issuperset(map(type, shape)) and type(begin) is type(end) is int and type(dtype) is str
         good = good and min(begin, end, *shape) >= 0
     except (TypeError, KeyError, ValueError):
         good = False

@@ -59,20 +59,22 @@ class FamilyWeights(ABC):
     def are_alike(self, layer: int) -> bool:
         """Whether the experts of a MoE layer differ in nothing but their place: stacked, or all tensors of one type.
         Call it after ``check``."""
-        names = [name for name, shape in self.layer_experts(self._decoder_layers[layer]) if len(shape) > 1]
+        names = [name for name, shape in self._by_layer[self._decoder_layers[layer]] if len(shape) > 1]
         assert self.config.moe is not None
         return len(names) < self.config.moe.num_experts or len({self.checkpoint.tensors[n].dtype for n in names}) == 1
 
     def check(self) -> None:
         """Every tensor the model needs is there with its shape, and none is left over that would change the answer.
         Raises BadTensor naming file, tensor, wanted and got."""
-        wanted = self.wanted
+        wanted, found = self.wanted, self.checkpoint.tensors.get
         for name, shape in wanted.items():
-            info = self.checkpoint.tensors.get(name)
+            info = found(name)
             if info is None:
                 raise BadTensor(f"{self.checkpoint.path}: tensor {name} is missing, wanted {list(shape)}")
             if info.shape != shape:
                 raise BadTensor(f"{info.path}: {name}: wanted shape {list(shape)}, got {list(info.shape)}")
+        if len(wanted) == len(self.checkpoint.tensors):
+            return
         for name, info in self.checkpoint.tensors.items():
             if name not in wanted and not self.is_ignored(name):
                 family = self.config.family
@@ -104,11 +106,16 @@ class FamilyWeights(ABC):
         )
 
     @cached_property
+    def _by_layer(self) -> dict[int, list[Wanted]]:
+        """``layer_experts`` of every MoE layer, by decoder layer."""
+        return {layer: list(self.layer_experts(layer)) for layer in self._decoder_layers}
+
+    @cached_property
     def wanted(self) -> dict[str, tuple[int, ...]]:
         """Every tensor that the model needs, and its shape: dense ones first, then layer by layer the experts'."""
         out = dict(wanted for name in self.shapes for wanted in self.whole_tensors(name))
         for layer in self._decoder_layers:
-            out.update(self.layer_experts(layer))
+            out.update(self._by_layer[layer])
         return out
 
     def _nope_rows(self, kv_b: str) -> Source:

@@ -3,6 +3,7 @@ the name of a repository on the Hugging Face hub."""
 
 from __future__ import annotations
 
+import gc
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -67,6 +68,16 @@ class ModelHeaders:
 def read_headers(path: str, convert: ConvertOptions, has_format_flags: bool = False) -> ModelHeaders:
     """Raises CheckpointError and its kinds, and UsageError: format flags (``has_format_flags``) for a finished store, a
     repository that cannot be reached."""
+    collects = gc.isenabled()
+    gc.disable()  # headers are a hundred thousand objects and no garbage: looking for some takes a fifth of the time
+    try:
+        return _read(path, convert, has_format_flags)
+    finally:
+        if collects:
+            gc.enable()
+
+
+def _read(path: str, convert: ConvertOptions, has_format_flags: bool) -> ModelHeaders:
     where = Path(path).expanduser()
     if path == BUILTIN_NAME:
         where = detect(path)[1]

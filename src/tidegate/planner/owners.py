@@ -66,6 +66,7 @@ def source_by_owner(checkpoint: Checkpoint, config: ModelConfig, weights: Family
         for name, _ in weights.whole_tensors(dense.name):
             owners[name] = owner_of(dense.name)
     out = dict.fromkeys((EMBEDDINGS, ATTENTION, NORMS, ROUTERS, SHARED, FEED_FORWARD, ROUTED, UNUSED), 0)
+    stored_bytes = checkpoint.stored_bytes
     for name, owner in owners.items():
-        out[owner] += checkpoint.stored_bytes(name)
+        out[owner] += stored_bytes(name)
     return out
