@@ -146,8 +146,8 @@ def _busiest(trace: Path) -> BusiestExpert:
         for layer, uses_E in enumerate(uses_LE):
             uses_E += np.bincount(chunk.experts[:, layer].ravel(), minlength=len(uses_E))
     reader.close()
-    layer, expert = np.unravel_index(uses_LE.argmax(), uses_LE.shape)
-    return BusiestExpert(int(layer), int(expert), round(float(uses_LE.max()) / tokens, 4))
+    busiest_layer, expert = np.unravel_index(uses_LE.argmax(), uses_LE.shape)
+    return BusiestExpert(int(busiest_layer), int(expert), round(float(uses_LE.max()) / tokens, 4))
 
 
 class Recording:
