@@ -15,7 +15,8 @@ from pathlib import Path
 
 import gguf
 import numpy as np
-from rich.progress import Progress
+
+from tidegate.terminal import StatusLine, bar
 
 BLOCK = 32
 NIBBLE_STD = np.sqrt(np.mean(np.arange(-7, 8) ** 2))
@@ -122,15 +123,17 @@ def write(out: Path, shape: Shape, tokenizer: Path, seed: int) -> None:
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_ti_data_to_file()
-    with Progress() as progress:
-        for _, dims, kind, gain in progress.track(items, description=str(out)):
-            rows = int(np.prod(dims[:-1]))
-            if kind == "q4_0":
-                writer.write_tensor_data(q4_0(rng, rows, dims[-1], gain))
-            elif kind == "ones":
-                writer.write_tensor_data(np.ones(dims, np.float32))
-            else:
-                writer.write_tensor_data(rng.standard_normal(dims, np.float32) * np.float32(gain / dims[-1] ** 0.5))
+    status = StatusLine()
+    for number, (name, dims, kind, gain) in enumerate(items):
+        status.show(f"{bar(number / len(items), 30)} {out}  {name}")
+        rows = int(np.prod(dims[:-1]))
+        if kind == "q4_0":
+            writer.write_tensor_data(q4_0(rng, rows, dims[-1], gain))
+        elif kind == "ones":
+            writer.write_tensor_data(np.ones(dims, np.float32))
+        else:
+            writer.write_tensor_data(rng.standard_normal(dims, np.float32) * np.float32(gain / dims[-1] ** 0.5))
+    status.close()
     writer.close()
 
 

@@ -9,7 +9,7 @@ import tidegate
 SOURCE = Path(__file__).parents[1] / "src" / "tidegate"
 LEVELS = [
     {"errors"},
-    {"units"},
+    {"units", "terminal"},
     {"config", "model_config", "_core"},
     {"quant", "memory", "checkpoint"},
     {"backends", "experts"},

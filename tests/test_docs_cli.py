@@ -1,21 +1,11 @@
 """docs/cli.md is what `tidegate COMMAND --help` says, for every command. ``python tests/test_docs_cli.py`` writes it anew."""
 
-from importlib import import_module
 from pathlib import Path
 from typing import Any
-
-import typer
 
 from tidegate import cli
 
 PAGE = Path(__file__).parents[1] / "docs" / "cli.md"
-
-
-def _command(name: str) -> Any:
-    """The parsed command, as ``--help`` sees it."""
-    app = typer.Typer(add_completion=False)
-    app.command(help=cli.COMMANDS[name])(import_module("tidegate.cli." + name.replace("-", "_")).command)
-    return typer.main.get_command(app)
 
 
 def _row(parameter: Any) -> str:
@@ -32,7 +22,7 @@ def page() -> str:
         "small, 130 interrupted.\n"
     ]
     for name, summary in cli.COMMANDS.items():
-        rows = "\n".join(_row(parameter) for parameter in _command(name).params)
+        rows = "\n".join(_row(parameter) for parameter in cli.load_command(name).params)
         parts.append(f"## tidegate {name}\n\n{summary}\n\n| | |\n|---|---|\n{rows}\n")
     return "\n".join(parts)
 

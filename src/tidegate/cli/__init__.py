@@ -1,19 +1,20 @@
 """The ``tidegate`` command: one thin file a subcommand, imported only when it is called.
 
-``tidegate/cli/NAME.py`` (with underscores for dashes) has ``def command(...)`` with typer annotations; the table below
-has its line in the help.
+``tidegate/cli/NAME.py`` (with underscores for dashes) has ``def command(...)`` with the annotations of arguments.py; the table
+below has its line in the help.
 """
 
 from __future__ import annotations
 
 import os
 import sys
+from difflib import get_close_matches
 from importlib import import_module
-from typing import Annotated, Any
 
-import typer
+import click
 
 from tidegate import __version__
+from tidegate.cli.arguments import WIDEST_HELP, command_line
 from tidegate.errors import TidegateError
 
 COMMANDS = {
@@ -32,69 +33,66 @@ COMMANDS = {
     "train": "Train a small MoE model on the CPU; stop, kill and resume it at will.",
 }
 INTERRUPTED = 130
-# The root of what typer raises about a command line; which class that is depends on typer's version.
-_BadCommandLine = next(cls for cls in reversed(typer.BadParameter.__mro__) if hasattr(cls, "format_message"))
 
 
 def main(argv: list[str] | None = None) -> int:
     """Run one command line and return its exit code. Errors print one line on stderr."""
     arguments = sys.argv[1:] if argv is None else argv
     try:
-        return int(_root()(arguments or ["--help"], prog_name="tidegate", standalone_mode=False) or 0)
-    except (KeyboardInterrupt, typer.Abort):
+        with _Root().make_context("tidegate", list(arguments) or ["--help"]) as context:
+            return int(context.command.invoke(context) or 0)
+    except click.exceptions.Exit as done:
+        return done.exit_code
+    except KeyboardInterrupt:
         return INTERRUPTED
     except BrokenPipeError:  # the reader of our output went away; there is nobody to tell
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
-    except TidegateError as error:
-        return _complain(str(error), error.exit_code)
-    except OSError as error:
-        return _complain(f"{error.filename}: {error.strerror}" if error.filename else str(error), 1)
-    except Exception as error:
-        if not isinstance(error, _BadCommandLine):
-            raise
-        return _complain(error.format_message(), 2)  # type: ignore[attr-defined]  # see _BadCommandLine
+    except (TidegateError, OSError, click.ClickException) as error:
+        return _complain(error)
 
 
-def _complain(message: str, exit_code: int) -> int:
+def _complain(error: TidegateError | OSError | click.ClickException) -> int:
+    """One line on standard error. Returns the exit code."""
+    message, exit_code = str(error), 1
+    if isinstance(error, TidegateError):
+        exit_code = error.exit_code
+    elif isinstance(error, click.ClickException):
+        message, exit_code = error.format_message(), 2
+    elif error.filename:
+        message = f"{error.filename}: {error.strerror}"
     print("tidegate: error:", " ".join(message.splitlines()), file=sys.stderr)
     return exit_code
 
 
-def _root() -> typer.Typer:
-    app = _app("Runs Mixture-of-Experts language models that are larger than memory, inside a hard byte budget.")
-    app.callback()(_root_flags)
-    for name, text in COMMANDS.items():
-        app.command(
-            name,
-            help=text,
-            add_help_option=False,
-            context_settings={"allow_extra_args": True, "ignore_unknown_options": True},
-        )(_call_subcommand)
-    return app
+def load_command(name: str) -> click.Command:
+    """One of COMMANDS, imported now."""
+    module = import_module("tidegate.cli." + name.replace("-", "_"))
+    return command_line(name, module.command, COMMANDS[name])
 
 
-def _app(text: str | None = None) -> typer.Typer:
-    return typer.Typer(help=text, add_completion=False, pretty_exceptions_enable=False)
+class _Root(click.Group):
+    """``tidegate`` itself: its help comes from the table, a command is imported when it is called."""
 
+    def __init__(self) -> None:
+        text = "Runs Mixture-of-Experts language models that are larger than memory, inside a hard byte budget."
+        super().__init__("tidegate", help=text, context_settings={"max_content_width": WIDEST_HELP})
+        click.version_option(__version__, message="tidegate %(version)s", help="Print the version and exit.")(self)
 
-def _print_version(asked: bool) -> None:
-    if asked:
-        print(f"tidegate {__version__}")
-        raise typer.Exit
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        return list(COMMANDS)
 
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+        return load_command(cmd_name) if cmd_name in COMMANDS else None
 
-def _root_flags(
-    version: Annotated[
-        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version and exit.")
-    ] = False,
-) -> None:
-    """Flags that go before a command."""
+    def resolve_command(
+        self, ctx: click.Context, args: list[str]
+    ) -> tuple[str | None, click.Command | None, list[str]]:
+        if args and args[0] not in COMMANDS and not args[0].startswith("-"):
+            close = get_close_matches(args[0], COMMANDS, 1)
+            ctx.fail(f"there is no command '{args[0]}'" + (f"; did you mean '{close[0]}'?" if close else ""))
+        return super().resolve_command(ctx, args)
 
-
-def _call_subcommand(ctx: typer.Context) -> int:
-    name = str(ctx.info_name)
-    app = _app()
-    app.command(help=COMMANDS[name])(import_module("tidegate.cli." + name.replace("-", "_")).command)
-    result: Any = app(ctx.args, prog_name=f"tidegate {name}", standalone_mode=False)
-    return int(result or 0)
+    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        with formatter.section("Commands"):
+            formatter.write_dl(list(COMMANDS.items()))

@@ -6,18 +6,18 @@ import json
 from pathlib import Path
 from typing import Annotated, Any
 
-import typer
-
+from tidegate.cli.arguments import Argument, Flag
 from tidegate.experts.trace import TraceReader
 from tidegate.sim.analyze import analyze
+from tidegate.terminal import table
 
 
 def command(
-    trace: Annotated[Path, typer.Argument(help="A trace of tidegate trace or run --trace.")],
-    report: Annotated[Path | None, typer.Option(help="Also write plots and one HTML page into this folder.")] = None,
-    tokens: Annotated[int, typer.Option(min=1, help="Look at this many tokens from the start.")] = 20_000,
-    curve_tokens: Annotated[int, typer.Option(min=1, help="Tokens for the hit curves, the slow part.")] = 4_000,
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+    trace: Annotated[Path, Argument(help="A trace of tidegate trace or run --trace.")],
+    report: Annotated[Path | None, Flag(help="Also write plots and one HTML page into this folder.")] = None,
+    tokens: Annotated[int, Flag(min=1, help="Look at this many tokens from the start.")] = 20_000,
+    curve_tokens: Annotated[int, Flag(min=1, help="Tokens for the hit curves, the slow part.")] = 4_000,
+    as_json: Annotated[bool, Flag("--json", help="Print one JSON object.")] = False,
 ) -> int:
     """Ends with a verdict: whether the model suits running from disk, and why."""
     rows, facts = analyze(TraceReader(trace), tokens, curve_tokens)
@@ -35,32 +35,29 @@ def command(
 
 
 def _print(facts: dict[str, Any], page: Path | None) -> None:
-    from rich.console import Console  # noqa: PLC0415  (tables are for people)
-
-    console = Console(width=None if Console().is_terminal else 110, highlight=False)
     curves, lag, work = facts["hit_curves"], facts["overlap"], facts["working_set"]
-    console.print(
+    print(
         f"{facts['source'] or 'trace'}: {facts['tokens']:,} tokens of {facts['sequences']:,} sequences, {facts['num_layers']} "
         f"layers of {facts['num_experts']} experts, top {facts['num_experts_per_tok']}"
     )
-    _table(console, f"hits, first {curves['tokens']:,} tokens", ["slots a layer", *map(str, curves["slots"])],
+    _table(f"hits, first {curves['tokens']:,} tokens", ["slots a layer", *map(str, curves["slots"])],
            [[name, *(f"{v:.1%}" for v in values)] for name, values in curves["hit_ratio"].items()])  # fmt: skip
-    _table(console, "reuse", ["tokens later", *map(str, lag["lags_tokens"])],
+    _table("reuse", ["tokens later", *map(str, lag["lags_tokens"])],
            [["experts shared", *(f"{v:.1%}" for v in lag["overlap_ratio"])],
             ["independent", *[f"{lag['independent_ratio']:.1%}"] * len(lag["lags_tokens"])]])  # fmt: skip
-    _table(console, "working set", ["window, tokens", *map(str, work["windows_tokens"])],
+    _table("working set", ["window, tokens", *map(str, work["windows_tokens"])],
            [["distinct experts", *(f"{v:.1f}" for v in work["distinct_experts"])]])  # fmt: skip
     unions = facts["unions"]
-    _table(console, "batch", ["sequences", *map(str, unions["batches"])],
+    _table("batch", ["sequences", *map(str, unions["batches"])],
            [["distinct experts", *(f"{v:.1f}" for v in unions["distinct_experts"])],
             ["in a row of one", *(f"{v:.1f}" for v in unions["distinct_experts_in_a_row"])]])  # fmt: skip
     load, steady = facts["load"], facts["stability"]
-    _table(console, "by layer", ["layer", "busiest quarter", "entropy", "shared with next", "window correlation"],
+    _table("by layer", ["layer", "busiest quarter", "entropy", "shared with next", "window correlation"],
            _layer_rows(load, lag, steady))  # fmt: skip
     for sentence in facts["verdict"]:
-        console.print(sentence)
+        print(sentence)
     if page is not None:
-        console.print(f"report: {page}")
+        print(f"report: {page}")
 
 
 def _layer_rows(load: dict[str, Any], lag: dict[str, Any], steady: dict[str, Any]) -> list[list[str]]:
@@ -75,12 +72,5 @@ def _layer_rows(load: dict[str, Any], lag: dict[str, Any], steady: dict[str, Any
     ]  # fmt: skip
 
 
-def _table(console: Any, title: str, head: list[str], rows: list[list[str]]) -> None:
-    from rich.table import Table  # noqa: PLC0415
-
-    table = Table(title=title, title_justify="left", box=None, padding=(0, 1))
-    for index, name in enumerate(head):
-        table.add_column(name, justify="right" if index else "left")
-    for row in rows:
-        table.add_row(*row)
-    console.print(table)
+def _table(title: str, head: list[str], rows: list[list[str]]) -> None:
+    print(table(head, rows, title))

@@ -7,8 +7,7 @@ from contextlib import nullcontext
 from pathlib import Path
 from typing import Annotated, Any
 
-import typer
-
+from tidegate.cli.arguments import Argument, Flag
 from tidegate.cli.options import flags
 from tidegate.cli.progress import ByteProgress
 from tidegate.cli.report import forecast_line, plan_table
@@ -24,21 +23,19 @@ _TEXT = Path(bench.__file__).with_suffix(".txt")
 
 @flags({"Model and memory": EngineOptions}, without=("sequences",))
 def command(
-    model: Annotated[str, typer.Argument(help="An expert store, a Hugging Face folder, a GGUF file, or builtin.")],
-    prefill: Annotated[int, typer.Option(min=1, help="Tokens computed as a prompt.")] = 256,
-    decode: Annotated[int, typer.Option(min=1, help="Tokens after them, computed one by one.")] = 64,
-    text: Annotated[Path | None, typer.Option(help="Text to read; default: a few pages of novels.")] = None,
-    tokens: Annotated[Path | None, typer.Option(help="Token ids to read, a JSON list, instead of a text.")] = None,
+    model: Annotated[str, Argument(help="An expert store, a Hugging Face folder, a GGUF file, or builtin.")],
+    prefill: Annotated[int, Flag(min=1, help="Tokens computed as a prompt.")] = 256,
+    decode: Annotated[int, Flag(min=1, help="Tokens after them, computed one by one.")] = 64,
+    text: Annotated[Path | None, Flag(help="Text to read; default: a few pages of novels.")] = None,
+    tokens: Annotated[Path | None, Flag(help="Token ids to read, a JSON list, instead of a text.")] = None,
     warm: Annotated[
-        bool, typer.Option("--warm", help="Compute it all once before measuring, so that the experts are loaded.")
+        bool, Flag("--warm", help="Compute it all once before measuring, so that the experts are loaded.")
     ] = False,
     choices: Annotated[
         bool,
-        typer.Option(
-            "--choices", help="Also print the tokens that the model would have chosen, and how clear that was."
-        ),
+        Flag("--choices", help="Also print the tokens that the model would have chosen, and how clear that was."),
     ] = False,
-    trace: Annotated[Path | None, typer.Option(help="Record which experts every token used in this file.")] = None,
+    trace: Annotated[Path | None, Flag(help="Record which experts every token used in this file.")] = None,
     **options: Any,
 ) -> int:
     """The text is given, not generated, so every engine and budget computes the same. The last line of standard output is one

@@ -7,11 +7,10 @@ import time
 from pathlib import Path
 from typing import Annotated
 
-import typer
-
 from tidegate.checkpoint.convert import ConvertOptions, convert
 from tidegate.checkpoint.manifest import Manifest
 from tidegate.checkpoint.store import ExpertStore
+from tidegate.cli.arguments import Argument, Flag
 from tidegate.cli.progress import ByteProgress
 from tidegate.config import DENSE_KINDS, EXPERT_KINDS
 from tidegate.units import format_bytes, format_seconds
@@ -20,19 +19,19 @@ _INTERRUPTED = 130
 
 
 def command(
-    src: Annotated[Path, typer.Argument(help="A Hugging Face folder or a GGUF file.", show_default=False)],
-    dst: Annotated[Path, typer.Argument(help="The folder to make.", show_default=False)],
+    src: Annotated[Path, Argument(help="A Hugging Face folder or a GGUF file.")],
+    dst: Annotated[Path, Argument(help="The folder to make.")],
     experts: Annotated[
         str,
-        typer.Option(metavar="|".join(EXPERT_KINDS), help="Format of routed experts. auto: the source's own, or int4."),
+        Flag(metavar="|".join(EXPERT_KINDS), help="Format of routed experts. auto: the source's own, or int4."),
     ] = "auto",
     dense: Annotated[
-        str, typer.Option(metavar="|".join(DENSE_KINDS), help="Format of the rest. auto: the source's own, or int8.")
+        str, Flag(metavar="|".join(DENSE_KINDS), help="Format of the rest. auto: the source's own, or int8.")
     ] = "auto",
     group: Annotated[
-        int | None, typer.Option(metavar="32|64|128", help="Inputs that share a scale in int4 and int8 (default: 32).")
+        int | None, Flag(metavar="32|64|128", help="Inputs that share a scale in int4 and int8 (default: 32).")
     ] = None,
-    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace a store that is there already.")] = False,
+    overwrite: Annotated[bool, Flag("--overwrite", help="Replace a store that is there already.")] = False,
 ) -> int:
     """Interrupted or killed, the same command goes on where it was. Routers, norms and biases stay float32."""
     options = ConvertOptions(experts, dense, group)

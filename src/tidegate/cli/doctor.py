@@ -6,8 +6,8 @@ import json
 from typing import Annotated, Any
 
 import numpy as np
-import typer
 
+from tidegate.cli.arguments import Argument, Flag
 from tidegate.cli.options import flags
 from tidegate.cli.progress import ByteProgress
 from tidegate.config import EngineOptions, SamplingOptions, parse_options
@@ -23,10 +23,10 @@ from tidegate.planner.measure import OtherWork
 
 @flags({"Model and memory": EngineOptions}, without=("sequences",))
 def command(
-    model: Annotated[str, typer.Argument(help="An expert store, a Hugging Face folder, a GGUF file, or builtin.")],
-    prompt: Annotated[int, typer.Option(min=1, help="Random tokens of the prompt.")] = 64,
-    answer: Annotated[int, typer.Option(min=1, help="Random tokens computed one by one after it.")] = 32,
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+    model: Annotated[str, Argument(help="An expert store, a Hugging Face folder, a GGUF file, or builtin.")],
+    prompt: Annotated[int, Flag(min=1, help="Random tokens of the prompt.")] = 64,
+    answer: Annotated[int, Flag(min=1, help="Random tokens computed one by one after it.")] = 32,
+    as_json: Annotated[bool, Flag("--json", help="Print one JSON object.")] = False,
     **options: Any,
 ) -> int:
     """The tokens are random, so the hit rate is that of unfamiliar text. Exit code 1 if something is wrong with the memory."""

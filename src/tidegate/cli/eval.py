@@ -8,15 +8,13 @@ from contextlib import closing
 from pathlib import Path
 from typing import Annotated, Any
 
-import typer
-from rich.console import Console
-from rich.table import Table
-
+from tidegate.cli.arguments import Argument, Flag
 from tidegate.cli.options import flags
 from tidegate.config import EngineOptions
 from tidegate.engine import evaluate
 from tidegate.engine.model import load
 from tidegate.errors import UsageError
+from tidegate.terminal import table
 from tidegate.units import align_up
 
 _SPIKE_RATIO = 0.6  # one expert takes more of a text's tokens than this: said to the user
@@ -24,15 +22,15 @@ _SPIKE_RATIO = 0.6  # one expert takes more of a text's tokens than this: said t
 
 @flags({"Model and memory": EngineOptions}, without=("sequences", "context"))
 def command(
-    model: Annotated[str, typer.Argument(help="An expert store, a Hugging Face folder, a GGUF file, or builtin.")],
-    texts: Annotated[list[Path], typer.Argument(help="Text files, one domain each.")],
+    model: Annotated[str, Argument(help="An expert store, a Hugging Face folder, a GGUF file, or builtin.")],
+    texts: Annotated[list[Path], Argument(help="Text files, one domain each.")],
     reference: Annotated[
-        str | None, typer.Option(help="Also compare with this model: KL divergence, top-1 and routing agreement.")
+        str | None, Flag(help="Also compare with this model: KL divergence, top-1 and routing agreement.")
     ] = None,
-    window: Annotated[int, typer.Option(min=1, help="Most tokens that a prediction sees.")] = 256,
-    max_tokens: Annotated[int, typer.Option(min=1, help="Most tokens of a text.")] = 16384,
-    compare_tokens: Annotated[int, typer.Option(min=1, help="Most tokens of a text in the comparison.")] = 1024,
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object instead of a table.")] = False,
+    window: Annotated[int, Flag(min=1, help="Most tokens that a prediction sees.")] = 256,
+    max_tokens: Annotated[int, Flag(min=1, help="Most tokens of a text.")] = 16384,
+    compare_tokens: Annotated[int, Flag(min=1, help="Most tokens of a text in the comparison.")] = 1024,
+    as_json: Annotated[bool, Flag("--json", help="Print one JSON object instead of a table.")] = False,
     **options: Any,
 ) -> int:
     """Every token of a text but the first is predicted once. The models are loaded one after the other."""
@@ -77,23 +75,23 @@ def _report(scores: list[evaluate.TextScore], agreement: evaluate.Agreement | No
 
 
 def _print_table(report: dict[str, Any]) -> None:
-    table = Table("text", "tokens", "bytes", "perplexity", "bits per byte", "busiest expert")
-    for row in report["texts"]:
-        table.add_row(
+    rows = [
+        [
             Path(row["text"]).name, f"{row['tokens']:,}", f"{row['bytes']:,}", f"{row['perplexity']:.2f}",
             f"{row['bits_per_byte']:.3f}", f"{row['busiest_expert']['token_ratio']:.0%}" if "busiest_expert" in row else "-",
-        )  # fmt: skip
-    console = Console()
-    console.print(table)
-    console.print(f"all texts: {report['bits_per_byte']:.3f} bits per byte")
+        ]
+        for row in report["texts"]
+    ]  # fmt: skip
+    print(table(["text", "tokens", "bytes", "perplexity", "bits per byte", "busiest expert"], rows))
+    print(f"all texts: {report['bits_per_byte']:.3f} bits per byte")
     for row in report["texts"]:
         spike = row.get("busiest_expert", {"token_ratio": 0})
         if spike["token_ratio"] > _SPIKE_RATIO:
             where = f"expert {spike['expert']} of layer {spike['layer']}"
-            console.print(f"{Path(row['text']).name}: {spike['token_ratio']:.0%} of its tokens use {where}")
+            print(f"{Path(row['text']).name}: {spike['token_ratio']:.0%} of its tokens use {where}")
     if "kl_nats" in report:
         routing = report["routing_agreement_ratio"]
-        console.print(
+        print(
             f"reference, over {report['compared_tokens']:,} tokens: KL {report['kl_nats']:.5f} nats, same top token "
             f"{report['top1_agreement_ratio']:.2%}, same experts {'-' if routing is None else f'{routing:.2%}'}"
         )

@@ -8,8 +8,7 @@ import time
 from pathlib import Path
 from typing import Annotated, Any
 
-import typer
-
+from tidegate.cli.arguments import Argument, Flag
 from tidegate.cli.options import flags
 from tidegate.cli.progress import ByteProgress
 from tidegate.config import EngineOptions
@@ -30,34 +29,30 @@ _TRACE = "With --kind"
 
 @flags({"Model and memory": EngineOptions}, without=("sequences", "policy", "prefetch", "predictor"))
 def command(
-    model: Annotated[str, typer.Argument(help="A model, as in tidegate run; with --kind a trace.")],
-    texts: Annotated[list[Path] | None, typer.Argument(help="Text files like those the model will work on.")] = None,
+    model: Annotated[str, Argument(help="A model, as in tidegate run; with --kind a trace.")],
+    texts: Annotated[list[Path] | None, Argument(help="Text files like those the model will work on.")] = None,
     output: Annotated[
-        Path | None, typer.Option("--output", "-o", help="The predictor to write; default: where the engine finds it.")
+        Path | None, Flag("--output", "-o", help="The predictor to write; default: where the engine finds it.")
     ] = None,
-    tokens: Annotated[int | None, typer.Option(min=100, help="Read so many tokens; default: up to 32,768.")] = None,
-    held_out: Annotated[float, typer.Option(min=0.01, max=0.9, help="Share of the text that scores.")] = 0.15,
-    kind: Annotated[
-        str | None, typer.Option(help=f"An experiment on a trace: {', '.join(KINDS)}.", rich_help_panel=_TRACE)
-    ] = None,
-    lookahead: Annotated[
-        int, typer.Option(min=1, max=7, help="Layers before the router speaks.", rich_help_panel=_TRACE)
-    ] = 1,
+    tokens: Annotated[int | None, Flag(min=100, help="Read so many tokens; default: up to 32,768.")] = None,
+    held_out: Annotated[float, Flag(min=0.01, max=0.9, help="Share of the text that scores.")] = 0.15,
+    kind: Annotated[str | None, Flag(help=f"An experiment on a trace: {', '.join(KINDS)}.", group=_TRACE)] = None,
+    lookahead: Annotated[int, Flag(min=1, max=7, help="Layers before the router speaks.", group=_TRACE)] = 1,
     horizon: Annotated[
         int,
-        typer.Option(min=1, max=16, help="Forecast use within this many tokens (window-mlp).", rich_help_panel=_TRACE),
+        Flag(min=1, max=16, help="Forecast use within this many tokens (window-mlp).", group=_TRACE),
     ] = 1,
     slots: Annotated[
         int | None,
-        typer.Option(help="Slots a layer of the cache whose misses count; default: a quarter.", rich_help_panel=_TRACE),
+        Flag(help="Slots a layer of the cache whose misses count; default: a quarter.", group=_TRACE),
     ] = None,
-    policy: Annotated[str, typer.Option(help="That cache's policy.", rich_help_panel=_TRACE)] = DEFAULT_POLICY,
-    score_tokens: Annotated[int, typer.Option(min=1, help="Held-out tokens to score.", rich_help_panel=_TRACE)] = 1000,
+    policy: Annotated[str, Flag(help="That cache's policy.", group=_TRACE)] = DEFAULT_POLICY,
+    score_tokens: Annotated[int, Flag(min=1, help="Held-out tokens to score.", group=_TRACE)] = 1000,
     embedding: Annotated[
-        str | None, typer.Option(help="The trace's model, for its embedding (semantic).", rich_help_panel=_TRACE)
+        str | None, Flag(help="The trace's model, for its embedding (semantic).", group=_TRACE)
     ] = None,
-    seed: Annotated[int, typer.Option(help="Same seed, same predictor.", rich_help_panel=_TRACE)] = 0,
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+    seed: Annotated[int, Flag(help="Same seed, same predictor.", group=_TRACE)] = 0,
+    as_json: Annotated[bool, Flag("--json", help="Print one JSON object.")] = False,
     **options: Any,
 ) -> int:
     """Reads the texts, and fits what tells from the state of one layer which experts the next ones will choose. It is kept beside

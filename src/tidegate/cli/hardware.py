@@ -9,11 +9,10 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Annotated
 
-import typer
-
 from tidegate.backends.cuda.probe import measure_cuda, torch_with_cuda
 from tidegate.checkpoint.convert.cache import cache_folder
 from tidegate.checkpoint.manifest import EXPERTS_FILE
+from tidegate.cli.arguments import Argument, Flag
 from tidegate.errors import UsageError
 from tidegate.planner.machine import Machine, Rates, keep_machine
 from tidegate.planner.measure import measure_machine
@@ -27,10 +26,10 @@ SHOWN_TOKENS = 4
 def command(
     path: Annotated[
         Path | None,
-        typer.Argument(help="A model, store or folder on the disk to measure; default: the cache.", show_default=False),
+        Argument(help="A model, store or folder on the disk to measure; default: the cache."),
     ] = None,
-    threads: Annotated[int | None, typer.Option(min=1, help="Compute threads; default: the cores there are.")] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+    threads: Annotated[int | None, Flag(min=1, help="Compute threads; default: the cores there are.")] = None,
+    as_json: Annotated[bool, Flag("--json", help="Print one JSON object.")] = False,
 ) -> int:
     """Takes under 20 seconds. A result taken while others computed is shown, but not kept: exit code 1."""
     where = _file_to_read(path)

@@ -6,12 +6,11 @@ import json
 from collections import Counter
 from typing import Annotated, Any
 
-import typer
-
 from tidegate.checkpoint.base import Checkpoint
 from tidegate.checkpoint.inventory import count_parameters, dense_tensors
 from tidegate.checkpoint.open import detect, open_checkpoint
 from tidegate.checkpoint.store import ExpertStore
+from tidegate.cli.arguments import Argument, Flag
 from tidegate.cli.progress import ByteProgress
 from tidegate.errors import UsageError
 from tidegate.model_config import ModelConfig
@@ -20,9 +19,9 @@ from tidegate.units import format_bytes
 
 
 def command(
-    path: Annotated[str, typer.Argument(help="A store, a Hugging Face folder, a GGUF file, or builtin.")],
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
-    verify: Annotated[bool, typer.Option("--verify", help="Read a whole store and check every checksum.")] = False,
+    path: Annotated[str, Argument(help="A store, a Hugging Face folder, a GGUF file, or builtin.")],
+    as_json: Annotated[bool, Flag("--json", help="Print one JSON object.")] = False,
+    verify: Annotated[bool, Flag("--verify", help="Read a whole store and check every checksum.")] = False,
 ) -> int:
     """Prints kind, family, sizes, formats, context and tokenizer. Without --verify only headers are read."""
     kind, found = detect(path)

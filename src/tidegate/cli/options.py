@@ -8,8 +8,7 @@ from functools import wraps
 from types import MappingProxyType
 from typing import Annotated, Any, Optional
 
-import typer
-
+from tidegate.cli.arguments import Flag
 from tidegate.config import Option, option_table
 
 _TYPES: dict[str, Any] = {"bytes": str, "int": int, "float": float, "flag": bool, "text": str, "texts": list[str]}
@@ -45,9 +44,7 @@ def flags(
 def _parameter(panel: str, row: Option, *more_flags: str) -> inspect.Parameter:
     metavar = "|".join(row.choices) if row.choices else {"bytes": "BYTES", "text": "TEXT"}.get(row.kind)
     default = f" (default: {row.default})" if row.default not in (None, False, ()) else ""
-    option = typer.Option(
-        row.flag, *more_flags, help=row.help + default, metavar=metavar, rich_help_panel=panel, show_default=False
-    )
+    option = Flag(row.flag, *more_flags, help=row.help + default, metavar=metavar, group=panel, show_default=False)
     kind = _TYPES[row.kind] if row.kind == "flag" else Optional[_TYPES[row.kind]]  # noqa: UP045  (a runtime type)
     default_value = False if row.kind == "flag" else None
     return inspect.Parameter(

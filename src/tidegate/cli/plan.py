@@ -8,11 +8,10 @@ import sys
 from pathlib import Path
 from typing import Annotated, Any, NoReturn
 
-import typer
-
 from tidegate.checkpoint.convert.options import ConvertOptions
+from tidegate.cli.arguments import Argument, Flag
 from tidegate.cli.options import flags
-from tidegate.cli.plan_text import advice_lines, comparison_lines, device_lines, markdown, plain, print_rich
+from tidegate.cli.plan_text import advice_lines, comparison_lines, device_lines, markdown, plain, print_colored
 from tidegate.config import EngineOptions, parse_options
 from tidegate.engine.reserve import budget_of
 from tidegate.errors import BudgetTooSmall, CheckpointError, UsageError
@@ -28,33 +27,31 @@ from tidegate.units import format_bytes, parse_bytes
 def command(
     model: Annotated[
         str,
-        typer.Argument(
-            help="A store, a Hugging Face folder, a GGUF file, builtin, a config.json, or OWNER/NAME on the hub."
-        ),
+        Argument(help="A store, a Hugging Face folder, a GGUF file, builtin, a config.json, or OWNER/NAME on the hub."),
     ],
-    ram: Annotated[str | None, typer.Option(metavar="BYTES", help="Plan for a machine with this much memory.")] = None,
+    ram: Annotated[str | None, Flag(metavar="BYTES", help="Plan for a machine with this much memory.")] = None,
     vram: Annotated[
-        str | None, typer.Option(metavar="BYTES", help="Also plan for a CUDA device with this much memory, on paper.")
+        str | None, Flag(metavar="BYTES", help="Also plan for a CUDA device with this much memory, on paper.")
     ] = None,
     vram_bandwidth: Annotated[
-        str | None, typer.Option(metavar="BYTES/s", help="Its memory bandwidth, like 1000GB/s; with --vram.")
+        str | None, Flag(metavar="BYTES/s", help="Its memory bandwidth, like 1000GB/s; with --vram.")
     ] = None,
     link_bandwidth: Annotated[
-        str | None, typer.Option(metavar="BYTES/s", help="Bandwidth of its link to the host, like 25GB/s; with --vram.")
+        str | None, Flag(metavar="BYTES/s", help="Bandwidth of its link to the host, like 25GB/s; with --vram.")
     ] = None,
     memory_bandwidth: Annotated[
-        str | None, typer.Option(metavar="BYTES/s", help="Forecast for this memory bandwidth, like 40GB/s.")
+        str | None, Flag(metavar="BYTES/s", help="Forecast for this memory bandwidth, like 40GB/s.")
     ] = None,
     disk_bandwidth: Annotated[
-        str | None, typer.Option(metavar="BYTES/s", help="Forecast for this disk bandwidth, like 3GB/s.")
+        str | None, Flag(metavar="BYTES/s", help="Forecast for this disk bandwidth, like 3GB/s.")
     ] = None,
-    prompt: Annotated[int | None, typer.Option(min=1, help="Prompt of the forecast, in tokens.")] = None,
-    trace: Annotated[Path | None, typer.Option(help="Take the hit rate from this trace, by replaying it.")] = None,
+    prompt: Annotated[int | None, Flag(min=1, help="Prompt of the forecast, in tokens.")] = None,
+    trace: Annotated[Path | None, Flag(help="Take the hit rate from this trace, by replaying it.")] = None,
     advise: Annotated[
-        bool, typer.Option("--advise", help="Compare expert formats and numbers of sequences in this budget.")
+        bool, Flag("--advise", help="Compare expert formats and numbers of sequences in this budget.")
     ] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
-    as_markdown: Annotated[bool, typer.Option("--markdown", help="Print Markdown.")] = False,
+    as_json: Annotated[bool, Flag("--json", help="Print one JSON object.")] = False,
+    as_markdown: Annotated[bool, Flag("--markdown", help="Print Markdown.")] = False,
     **options: Any,
 ) -> int:
     """Reads no weights. Without measured rates (tidegate hardware) the forecast says that its rates are assumed. --experts takes
@@ -112,7 +109,7 @@ def _show(card: Card, as_markdown: bool) -> None:
     if as_markdown:
         print(markdown(card))
     elif sys.stdout.isatty():
-        print_rich(card)
+        print_colored(card)
     else:
         print(plain(card))
     if card.device is not None:

@@ -9,6 +9,7 @@ from tidegate.planner.advise import QUALITY_BOUND, Choice, rule_of_thumb
 from tidegate.planner.card import Card, expert_formats
 from tidegate.planner.device import NOTE, DevicePlan
 from tidegate.planner.forecast import Forecast
+from tidegate.terminal import styled
 from tidegate.units import format_bytes, format_seconds
 
 _BAR_CELLS = 24
@@ -184,31 +185,21 @@ def markdown(card: Card) -> str:
     return "\n".join(lines)
 
 
-def print_rich(card: Card) -> None:
+def print_colored(card: Card) -> None:
     """For terminals: the same with bars."""
-    from rich.console import Console  # noqa: PLC0415  (only terminals pay for rich)
-    from rich.table import Table  # noqa: PLC0415
-
-    console = Console(highlight=False)
-    for line in headline(card):
-        console.print(line, markup=False)
+    print("\n".join(headline(card)))
     for title, rows in (
         ("model", packed_rows(card)),
         ("budget" if card.plan else "smallest budget", memory_rows(card)),
     ):
-        table = Table(title=title, title_justify="left", box=None, pad_edge=False)
-        table.add_column(style="bold")
-        table.add_column(justify="right")
-        table.add_column(style="cyan")
-        table.add_column(style="dim")
+        print(styled(title, "bold"))
         total = sum(size for _, size, _ in rows)
         for owner, size, note in rows:
-            table.add_row(owner, format_bytes(size), _bar(size, total), note)
-        console.print(table)
-    color = {"fits": "green", "streams": "yellow"}.get(card.verdict, "red")
-    console.print(verdict(card), style=color, markup=False)
+            cells = _bar(size, total).ljust(_BAR_CELLS)
+            print(f"  {owner:<16}{format_bytes(size):>10}  {styled(cells, 'cyan')}  {styled(note, 'dim')}".rstrip())
+    print(styled(verdict(card), {"fits": "green", "streams": "yellow"}.get(card.verdict, "red")))
     for line in forecast_lines(card.forecast) if card.forecast else way_lines(card):
-        console.print(f"  {line}", markup=False)
+        print(f"  {line}")
 
 
 def _layers(count: int) -> str:

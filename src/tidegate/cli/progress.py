@@ -5,14 +5,12 @@ from __future__ import annotations
 import sys
 import time
 from types import TracebackType
-from typing import TYPE_CHECKING
 
+from tidegate.terminal import StatusLine, bar
 from tidegate.units import format_bytes, format_seconds
 
-if TYPE_CHECKING:
-    from rich.progress import Progress as RichProgress
-
 _LINE_EVERY_S, _LINE_EVERY_SHARE = 2.0, 20
+_BAR_CELLS = 20
 
 
 class ByteProgress:
@@ -20,7 +18,7 @@ class ByteProgress:
 
     def __init__(self, title: str) -> None:
         self._title = title
-        self._bar: RichProgress | None = None
+        self._status = StatusLine()
         self._started_s = 0.0
         self._first_bytes = 0
         self._last_line_s = 0.0
@@ -32,8 +30,7 @@ class ByteProgress:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if self._bar is not None:
-            self._bar.stop()
+        self._status.close()
 
     def __call__(self, done_bytes: int, total_bytes: int, what: str = "") -> None:
         is_first = not self._started_s
@@ -43,10 +40,13 @@ class ByteProgress:
         if not sys.stderr.isatty():
             self._print_line(done_bytes, total_bytes)
             return
-        if is_first:
-            self._bar = _bar(self._title, total_bytes)
-        if self._bar is not None:
-            self._bar.update(self._bar.task_ids[0], completed=done_bytes, what=what)
+        elapsed_s, fresh_bytes = time.monotonic() - self._started_s, done_bytes - self._first_bytes
+        pace = ""
+        if fresh_bytes and elapsed_s:
+            left = format_seconds((total_bytes - done_bytes) * elapsed_s / fresh_bytes)
+            pace = f", {format_bytes(int(fresh_bytes / elapsed_s))}/s, {left} left"
+        amount = f"{format_bytes(done_bytes)} of {format_bytes(total_bytes)}"
+        self._status.show(f"{bar(done_bytes / max(total_bytes, 1), _BAR_CELLS)} {amount}{pace}  {self._title}  {what}")
 
     def _print_line(self, done_bytes: int, total_bytes: int) -> None:
         now_s, share = time.monotonic(), _LINE_EVERY_SHARE * done_bytes // max(total_bytes, 1)
@@ -57,21 +57,3 @@ class ByteProgress:
         speed = format_bytes(int((done_bytes - self._first_bytes) / elapsed_s))
         amount = f"{format_bytes(done_bytes)} of {format_bytes(total_bytes)}"
         print(f"{self._title}: {amount}, {format_seconds(elapsed_s)}, {speed}/s", file=sys.stderr, flush=True)
-
-
-def _bar(title: str, total_bytes: int) -> RichProgress:
-    from rich import progress as rich_progress  # noqa: PLC0415  (only terminals pay for rich)
-    from rich.console import Console  # noqa: PLC0415
-
-    bar = rich_progress.Progress(
-        rich_progress.TextColumn("{task.description}"),
-        rich_progress.BarColumn(),
-        rich_progress.DownloadColumn(binary_units=True),
-        rich_progress.TransferSpeedColumn(),
-        rich_progress.TimeRemainingColumn(),
-        rich_progress.TextColumn("{task.fields[what]}"),
-        console=Console(stderr=True),
-    )
-    bar.add_task(title, total=total_bytes, what="")
-    bar.start()
-    return bar

@@ -1,5 +1,4 @@
-"""What a run says about itself on standard error: the plan before, one line after. Plain text: rich would cost 3 MB of
-every budget."""
+"""What a run says about itself on standard error: the plan before, one line after."""
 
 from __future__ import annotations
 

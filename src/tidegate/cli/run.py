@@ -8,8 +8,7 @@ from contextlib import closing, nullcontext
 from pathlib import Path
 from typing import Annotated, Any
 
-import typer
-
+from tidegate.cli.arguments import Argument, Flag
 from tidegate.cli.interrupt import Interrupt
 from tidegate.cli.options import flags
 from tidegate.cli.progress import ByteProgress
@@ -24,17 +23,15 @@ _INTERRUPTED = 130
 
 @flags({"Model and memory": EngineOptions, "Sampling": SamplingOptions}, without=("sequences", "logprobs"))
 def command(
-    model: Annotated[str, typer.Argument(help="An expert store, a Hugging Face folder, a GGUF file, or builtin.")],
+    model: Annotated[str, Argument(help="An expert store, a Hugging Face folder, a GGUF file, or builtin.")],
     prompt: Annotated[
-        str | None, typer.Argument(help="What to answer; without it: --file, standard input or a chat.")
+        str | None, Argument(help="What to answer; without it: --file, standard input or a chat.")
     ] = None,
-    file: Annotated[Path | None, typer.Option(help="Read the prompt from this file.")] = None,
-    chat: Annotated[bool, typer.Option("--chat", help="Talk on, even when the input is no terminal.")] = False,
-    raw: Annotated[
-        bool, typer.Option("--raw", help="Continue the prompt as plain text, without the chat template.")
-    ] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object at the end instead of text.")] = False,
-    trace: Annotated[Path | None, typer.Option(help="Record which experts every token used in this file.")] = None,
+    file: Annotated[Path | None, Flag(help="Read the prompt from this file.")] = None,
+    chat: Annotated[bool, Flag("--chat", help="Talk on, even when the input is no terminal.")] = False,
+    raw: Annotated[bool, Flag("--raw", help="Continue the prompt as plain text, without the chat template.")] = False,
+    as_json: Annotated[bool, Flag("--json", help="Print one JSON object at the end instead of text.")] = False,
+    trace: Annotated[Path | None, Flag(help="Record which experts every token used in this file.")] = None,
     **options: Any,
 ) -> int:
     """The answer goes to standard output, everything else to standard error. A prompt is a message to the model's chat

@@ -11,9 +11,8 @@ from itertools import islice, product
 from pathlib import Path
 from typing import Annotated, Any
 
-import typer
-
 from tidegate.checkpoint.convert.options import ConvertOptions
+from tidegate.cli.arguments import Argument, Flag
 from tidegate.config import EngineOptions
 from tidegate.errors import BudgetTooSmall, UsageError
 from tidegate.experts.policy import DEFAULT_POLICY, policy_factory
@@ -30,21 +29,22 @@ from tidegate.sim.oracle import Oracle
 from tidegate.sim.replay import Step, whole_steps
 from tidegate.sim.simulate import Profile
 from tidegate.sim.sweep import SCALE_BITS, Configuration, Result, Sweep, pareto, run_flags
+from tidegate.terminal import table
 from tidegate.units import format_bytes, parse_bytes
 
 _MACHINE, _GRID = "Machine and model", "What to try; several values, separated by commas, make a grid"
 
 
 def _try(text: str, metavar: str | None = None) -> Any:
-    return typer.Option(rich_help_panel=_GRID, help=text, metavar=metavar)
+    return Flag(group=_GRID, help=text, metavar=metavar)
 
 
 def _is(text: str, *names: str, metavar: str | None = None) -> Any:
-    return typer.Option(*names, rich_help_panel=_MACHINE, help=text, metavar=metavar)
+    return Flag(*names, group=_MACHINE, help=text, metavar=metavar)
 
 
 def command(
-    trace: Annotated[Path, typer.Argument(help="A trace of tidegate trace or run --trace.")],
+    trace: Annotated[Path, Argument(help="A trace of tidegate trace or run --trace.")],
     memory: Annotated[str | None, _try("Budgets, like 2GiB,4GiB.", "BYTES")] = None,
     slots: Annotated[str | None, _try("Slots a layer, instead of budgets.")] = None,
     policy: Annotated[str, _try("Who is evicted.")] = DEFAULT_POLICY,
@@ -55,9 +55,9 @@ def command(
     threshold: Annotated[str, _try("Prefetch above this probability.")] = "0.5",
     bits: Annotated[str | None, _try("Expert widths, like 3,4,8.")] = None,
     batch: Annotated[str, _try("Sequences decoded side by side; 0: the steps as recorded.")] = "0",
-    tokens: Annotated[int, typer.Option(min=1, help="Stop after this many steps of the trace.")] = 4000,
-    most: Annotated[int, typer.Option(min=1, help="Speculative loads a layer at most.")] = 4,
-    no_share: Annotated[bool, typer.Option("--no-share", help="Slots do not move between layers.")] = False,
+    tokens: Annotated[int, Flag(min=1, help="Stop after this many steps of the trace.")] = 4000,
+    most: Annotated[int, Flag(min=1, help="Speculative loads a layer at most.")] = 4,
+    no_share: Annotated[bool, Flag("--no-share", help="Slots do not move between layers.")] = False,
     disk: Annotated[str | None, _is("Disk reads a second; default: tidegate hardware's.", metavar="BYTES")] = None,
     ram: Annotated[str | None, _is("Memory reads a second; default: tidegate hardware's.", metavar="BYTES")] = None,
     model: Annotated[str | None, _is("The trace's model: how long its parts take, from its headers.")] = None,
@@ -71,14 +71,12 @@ def command(
     recorded_bits: Annotated[int, _is("Bits that an expert's size is of.")] = 4,
     sweep: Annotated[
         str | None,
-        typer.Option(
-            metavar="grid|optuna", help="Show only the best: of the grid, or of what Optuna tries (extra: sweep)."
-        ),
+        Flag(metavar="grid|optuna", help="Show only the best: of the grid, or of what Optuna tries (extra: sweep)."),
     ] = None,
-    trials: Annotated[int, typer.Option(min=1, help="How often Optuna tries.")] = 60,
-    seed: Annotated[int, typer.Option(help="Of Optuna; same seed, same answer.")] = 0,
-    plot: Annotated[Path | None, typer.Option(metavar="FILE.png", help="Draw speed and hits against memory.")] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+    trials: Annotated[int, Flag(min=1, help="How often Optuna tries.")] = 60,
+    seed: Annotated[int, Flag(help="Of Optuna; same seed, same answer.")] = 0,
+    plot: Annotated[Path | None, Flag(metavar="FILE.png", help="Draw speed and hits against memory.")] = None,
+    as_json: Annotated[bool, Flag("--json", help="Print one JSON object.")] = False,
 ) -> int:
     """Runs the engine's own cache, policies and predictors against a clock and one I/O channel. Caches start empty."""
     if sweep not in (None, "grid", "optuna"):
@@ -235,20 +233,12 @@ def _show(results: list[Result], best: list[Result], as_json: bool) -> None:
             answer["pareto"] = [{**one.to_json(), "flags": run_flags(one.configuration)} for one in best]
         print(json.dumps(answer))
         return
-    from rich.console import Console  # noqa: PLC0415  (tables are for people)
-    from rich.table import Table  # noqa: PLC0415
-
-    table = Table(title=f"the best of {len(results)}" if best else None, box=None, padding=(0, 1))
     columns = ["memory", "slots", "policy", "predictor", "stage", "p>", "bits", "batch", "R", "tokens/s", "hit %", "LRU",
                "Belady", "bypass", "gap closed", "stall %", "bytes/token", "wasted"]  # fmt: skip
-    for name in columns:
-        table.add_column(name, justify="left" if name in ("policy", "predictor") else "right", no_wrap=True)
-    for result in best or results:
-        table.add_row(*_cells(result))
-    console = Console(width=None if Console().is_terminal else 200)
-    console.print(table)
+    rows = [_cells(result) for result in best or results]
+    print(table(columns, rows, f"the best of {len(results)}" if best else "", left=("policy", "predictor")))
     for result in best:
-        console.print(f"{result.outcome.tokens_per_s:.1f} tokens/s: {run_flags(result.configuration)}", highlight=False)
+        print(f"{result.outcome.tokens_per_s:.1f} tokens/s: {run_flags(result.configuration)}")
 
 
 def _cells(result: Result) -> list[str]:

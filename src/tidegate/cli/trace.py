@@ -6,8 +6,7 @@ import sys
 from pathlib import Path
 from typing import Annotated, Any
 
-import typer
-
+from tidegate.cli.arguments import Argument, Flag
 from tidegate.cli.options import flags
 from tidegate.cli.progress import ByteProgress
 from tidegate.config import EngineOptions
@@ -17,18 +16,18 @@ from tidegate.units import format_bytes, parse_bytes
 
 @flags({"Model and memory": EngineOptions}, without=("sequences",))
 def command(
-    model: Annotated[str, typer.Argument(help="A model, as in tidegate run; or an .npz file of recorded arrays.")],
-    output: Annotated[Path, typer.Option("--output", "-o", help="The trace to write.")],
-    texts: Annotated[list[Path] | None, typer.Argument(help="Text files; each is one category of the trace.")] = None,
-    answer: Annotated[int, typer.Option(min=1, help="Tokens to generate after each piece of text.")] = 1,
+    model: Annotated[str, Argument(help="A model, as in tidegate run; or an .npz file of recorded arrays.")],
+    output: Annotated[Path, Flag("--output", "-o", help="The trace to write.")],
+    texts: Annotated[list[Path] | None, Argument(help="Text files; each is one category of the trace.")] = None,
+    answer: Annotated[int, Flag(min=1, help="Tokens to generate after each piece of text.")] = 1,
     sketch: Annotated[
-        int, typer.Option(min=0, max=4096, help="Also record this many numbers of what each router saw, for next-gate.")
+        int, Flag(min=0, max=4096, help="Also record this many numbers of what each router saw, for next-gate.")
     ] = 0,
     experts_in_layer: Annotated[
-        int | None, typer.Option("--num-experts", min=1, help="Experts in a layer; only for an .npz file.")
+        int | None, Flag("--num-experts", min=1, help="Experts in a layer; only for an .npz file.")
     ] = None,
     expert_size: Annotated[
-        str | None, typer.Option("--expert-bytes", metavar="BYTES", help="One expert's size; only for an .npz file.")
+        str | None, Flag("--expert-bytes", metavar="BYTES", help="One expert's size; only for an .npz file.")
     ] = None,
     **options: Any,
 ) -> int:

@@ -5,8 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated, Any
 
-import typer
-
+from tidegate.cli.arguments import Argument, Flag
 from tidegate.errors import UsageError
 from tidegate.train.options import RouterOptions, TrainOptions
 
@@ -14,50 +13,36 @@ _RUN, _ROUTER = "Run", "Router"
 
 
 def command(
-    run: Annotated[Path, typer.Argument(help="Folder of the run: checkpoints, curve, options.")],
-    tokens: Annotated[Path, typer.Option(help="Folder of token files, made by python -m tidegate.train.tokenizer.")],
-    resume: Annotated[bool, typer.Option("--resume", help="Go on from the newest checkpoint.")] = False,
+    run: Annotated[Path, Argument(help="Folder of the run: checkpoints, curve, options.")],
+    tokens: Annotated[Path, Flag(help="Folder of token files, made by python -m tidegate.train.tokenizer.")],
+    resume: Annotated[bool, Flag("--resume", help="Go on from the newest checkpoint.")] = False,
     export: Annotated[
-        Path | None, typer.Option(help="Train nothing; write the newest checkpoint as a Hugging Face folder.")
+        Path | None, Flag(help="Train nothing; write the newest checkpoint as a Hugging Face folder.")
     ] = None,
-    time_limit: Annotated[float | None, typer.Option(help="Save and stop after this many seconds.")] = None,
-    steps: Annotated[int | None, typer.Option(rich_help_panel=_RUN, help="Optimizer steps in all.")] = None,
-    decay_steps: Annotated[
-        int | None, typer.Option(rich_help_panel=_RUN, help="Last steps, with a falling rate.")
-    ] = None,
-    warmup_steps: Annotated[
-        int | None, typer.Option(rich_help_panel=_RUN, help="First steps, with a rising rate.")
-    ] = None,
-    matrix_rate: Annotated[float | None, typer.Option(rich_help_panel=_RUN, help="Peak rate of matrices.")] = None,
-    other_rate: Annotated[float | None, typer.Option(rich_help_panel=_RUN, help="Peak rate of the rest.")] = None,
-    batch_sequences: Annotated[int | None, typer.Option(rich_help_panel=_RUN, help="Sequences a step.")] = None,
-    sequence_length: Annotated[int | None, typer.Option(rich_help_panel=_RUN, help="Tokens a sequence.")] = None,
-    seed: Annotated[int | None, typer.Option(rich_help_panel=_RUN, help="Of weights and batches.")] = None,
-    workers: Annotated[int | None, typer.Option(rich_help_panel=_RUN, help="Processes; one a core is best.")] = None,
-    device: Annotated[str | None, typer.Option(rich_help_panel=_RUN, help="cpu, or a torch device.")] = None,
-    no_compile: Annotated[
-        bool, typer.Option("--no-compile", rich_help_panel=_RUN, help="Needs no C++ compiler.")
-    ] = False,
+    time_limit: Annotated[float | None, Flag(help="Save and stop after this many seconds.")] = None,
+    steps: Annotated[int | None, Flag(group=_RUN, help="Optimizer steps in all.")] = None,
+    decay_steps: Annotated[int | None, Flag(group=_RUN, help="Last steps, with a falling rate.")] = None,
+    warmup_steps: Annotated[int | None, Flag(group=_RUN, help="First steps, with a rising rate.")] = None,
+    matrix_rate: Annotated[float | None, Flag(group=_RUN, help="Peak rate of matrices.")] = None,
+    other_rate: Annotated[float | None, Flag(group=_RUN, help="Peak rate of the rest.")] = None,
+    batch_sequences: Annotated[int | None, Flag(group=_RUN, help="Sequences a step.")] = None,
+    sequence_length: Annotated[int | None, Flag(group=_RUN, help="Tokens a sequence.")] = None,
+    seed: Annotated[int | None, Flag(group=_RUN, help="Of weights and batches.")] = None,
+    workers: Annotated[int | None, Flag(group=_RUN, help="Processes; one a core is best.")] = None,
+    device: Annotated[str | None, Flag(group=_RUN, help="cpu, or a torch device.")] = None,
+    no_compile: Annotated[bool, Flag("--no-compile", group=_RUN, help="Needs no C++ compiler.")] = False,
     qat_from_step: Annotated[
-        int | None, typer.Option(rich_help_panel=_RUN, help="Experts compute with int4 values from this step on.")
+        int | None, Flag(group=_RUN, help="Experts compute with int4 values from this step on.")
     ] = None,
-    balance_alpha: Annotated[
-        float | None, typer.Option(rich_help_panel=_ROUTER, help="Weight of the balance loss.")
-    ] = None,
-    balance_scope: Annotated[str | None, typer.Option(rich_help_panel=_ROUTER, help="batch or window.")] = None,
-    z_loss: Annotated[float | None, typer.Option(rich_help_panel=_ROUTER, help="Weight of the router z-loss.")] = None,
-    bias_rate: Annotated[
-        float | None, typer.Option(rich_help_panel=_ROUTER, help="Balance by bias, this much a step.")
-    ] = None,
-    capacity_factor: Annotated[
-        float | None, typer.Option(rich_help_panel=_ROUTER, help="Limit of an expert's load.")
-    ] = None,
-    router_temperature_end: Annotated[
-        float | None, typer.Option(rich_help_panel=_ROUTER, help="Reached half way.")
-    ] = None,
-    router_init: Annotated[str | None, typer.Option(rich_help_panel=_ROUTER, help="normal or orthogonal.")] = None,
+    balance_alpha: Annotated[float | None, Flag(group=_ROUTER, help="Weight of the balance loss.")] = None,
+    balance_scope: Annotated[str | None, Flag(group=_ROUTER, help="batch or window.")] = None,
+    z_loss: Annotated[float | None, Flag(group=_ROUTER, help="Weight of the router z-loss.")] = None,
+    bias_rate: Annotated[float | None, Flag(group=_ROUTER, help="Balance by bias, this much a step.")] = None,
+    capacity_factor: Annotated[float | None, Flag(group=_ROUTER, help="Limit of an expert's load.")] = None,
+    router_temperature_end: Annotated[float | None, Flag(group=_ROUTER, help="Reached half way.")] = None,
+    router_init: Annotated[str | None, Flag(group=_ROUTER, help="normal or orthogonal.")] = None,
     router_input: Annotated[
-        str | None, typer.Option(rich_help_panel=_ROUTER, help="plain, centered or standard: what the router reads.")
+        str | None, Flag(group=_ROUTER, help="plain, centered or standard: what the router reads.")
     ] = None,
 ) -> int:
     """Curves are written as curve.jsonl and curve.png. A killed run loses at most four minutes."""

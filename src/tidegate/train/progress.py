@@ -6,43 +6,41 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemainingColumn
-from rich.progress import Progress as Bar
-
+from tidegate.terminal import StatusLine, bar
 from tidegate.train.checkpoint import read_curve
 from tidegate.train.options import TrainOptions
+from tidegate.units import format_seconds
 
 _SMOOTHING = 0.02
+_BAR_CELLS = 20
 
 
 class Progress:
     """A bar with loss, tokens/s and expert entropy; draws ``curve.png`` on leaving where matplotlib is installed."""
 
     def __init__(self, options: TrainOptions, run: Path) -> None:
-        self._run = run
-        self._bar = Bar(
-            BarColumn(), MofNCompleteColumn(), TimeRemainingColumn(), TextColumn("{task.description}"), transient=False
-        )
-        self._task = self._bar.add_task("compiling the kernels", total=options.steps)
+        self._run, self._options = run, options
+        self._status = StatusLine()
 
     def __enter__(self) -> Progress:
-        self._bar.start()
+        self._status.show("compiling the kernels", now=True)
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._bar.stop()
+        self._status.close()
         if find_spec("matplotlib"):
             draw_curve(self._run / "curve.jsonl", self._run / "curve.png")
 
     def __call__(self, record: dict[str, Any]) -> None:
-        text = (
-            f"loss {record['nll']:.3f}  {record['tokens_per_s']:,.0f} tokens/s  "
-            f"expert entropy {record['expert_entropy_ratio']:.3f}"
+        done, options = record["step"] + 1, self._options
+        left_s = (options.steps - done) * options.tokens_per_step / record["tokens_per_s"]
+        self._status.show(
+            f"{bar(done / options.steps, _BAR_CELLS)} {done}/{options.steps}  {format_seconds(left_s)} left  loss "
+            f"{record['nll']:.3f}  {record['tokens_per_s']:,.0f} tokens/s  expert entropy {record['expert_entropy_ratio']:.3f}"
         )
-        self._bar.update(self._task, completed=record["step"] + 1, description=text)
         if "heldout" in record:
             each = "  ".join(f"{domain} {nll:.2f}" for domain, nll in record["heldout"].items())
-            self._bar.console.print(f"step {record['step'] + 1}, held-out nats per token: {each}")
+            self._status.say(f"step {record['step'] + 1}, held-out nats per token: {each}")
 
 
 def draw_curve(source: Path, destination: Path) -> None:
