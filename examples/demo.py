@@ -1,61 +1,81 @@
-"""The main job on a model made on the spot: a Mixture-of-Experts checkpoint answers inside a budget that cannot hold it,
-with the same text as without the limit.
-
-The model is random, so its text is noise; the path is the real one. Everything lies in a temporary folder.
+"""The main job on the built-in model: it writes in each of its domains inside a budget that cannot hold its experts, and the
+text is the same as without the limit.
 """
 
-import subprocess
-import sys
-import tempfile
-from pathlib import Path
+from __future__ import annotations
 
-from random_moe import make
+import sys
 
 import tidegate
+from tidegate.cli.report import closing_line, plan_table
+from tidegate.engine.model import Model
 from tidegate.units import format_bytes
 
-PROMPT = "Weights flow, memory is a cache, the ledger is law."
-ANSWER_TOKENS = 48
 RESIDENT_RATIO = 0.4
+CONTEXT, PREFILL_CHUNK, ANSWER_TOKENS = 512, 64, 60
+SAMPLING = {"temperature": 0.6, "top_p": 0.9, "seed": 1}
+PROMPTS = {
+    "prose": "It was a bright morning in May, and Miss Bennet",
+    "manuals": "To install the package on your system, first",
+    "code": "def read_lines(path):\n    ",
+    "Chinese": "在对话框中",
+    "classical Chinese": "春風",
+    "instructions": "What does the noun “harbor” mean?",
+}
 
 
-def answer(store: Path, budget_bytes: int) -> tuple[str, dict]:
-    """Greedy text and counters under a budget."""
-    with tidegate.load(store, memory=budget_bytes, context=512) as model:
-        completion = model.generate(PROMPT, max_tokens=ANSWER_TOKENS)
-        return completion.text, model.stats()
+def load(memory: str | int | None = None) -> Model:
+    return tidegate.load("builtin", memory=memory, context=CONTEXT, prefill_chunk=PREFILL_CHUNK)
+
+
+def budget(resident_ratio: float) -> int:
+    """Bytes in which this share of all experts has a slot; what the process takes for itself grew with what it did."""
+    with load() as model:
+        needs = model.plan.needs
+    return needs.budget_for(round(resident_ratio * needs.num_layers * needs.num_experts))
+
+
+def answers(model: Model, max_tokens: int, show: bool) -> dict[str, str]:
+    """The text of every domain, shown while it is written."""
+    texts = {}
+    for domain, prompt in PROMPTS.items():
+        is_question = domain == "instructions"
+        ids = model.chat_prompt([{"role": "user", "content": prompt}]) if is_question else model.encode(prompt)
+        if show:
+            print(f"\n[{domain}] {prompt}", end="\n" if is_question else "", flush=True)
+        pieces = []
+        for piece in model.stream(ids, max_tokens=max_tokens, **SAMPLING):
+            pieces.append(piece)
+            if show:
+                print(piece, end="", flush=True)
+        if show:
+            print()
+        texts[domain] = "".join(pieces)
+    return texts
 
 
 def main() -> None:
-    with tempfile.TemporaryDirectory(prefix="tidegate-demo-") as folder:
-        source, store = Path(folder) / "random-moe", Path(folder) / "random-moe.store"
-        print("making a seeded random MoE (106 M weights; it talks noise)", flush=True)
-        make(source, layers=8, experts=32, hidden=512, expert_width=256)
-        command = [sys.executable, "-m", "tidegate"]
-        subprocess.run([*command, "convert", str(source), str(store)], check=True)
-
-        with tidegate.load(store, context=512) as model:
-            plan = model.plan
-            everything = plan.needs.largest_useful_bytes
-            tight = plan.needs.budget_for(int(RESIDENT_RATIO * plan.needs.num_layers * plan.needs.num_experts))
-
-        print(f"\n$ tidegate run STORE --memory {tight}B    ({RESIDENT_RATIO:.0%} of the experts fit)", flush=True)
-        run = [*command, "run", str(store), PROMPT, "--memory", f"{tight}B", "--context", "512"]
-        subprocess.run([*run, "--max-tokens", str(ANSWER_TOKENS)], check=True)
-
-        limited_text, limited = answer(store, tight)
-        free_text, _ = answer(store, everything)
-        visits = limited["demand_hits"] + limited["misses"]
-        print(
-            f"\nagain through the Python interface: {limited['demand_hits']:,} of {visits:,} expert visits hit, "
-            f"{format_bytes(limited['read_bytes'])} read"
-        )
-        same = limited_text == free_text
-        print(
-            f"text under {format_bytes(tight)} and under {format_bytes(everything)}: {'equal' if same else 'DIFFERENT'}"
-        )
-        if not same:
-            raise SystemExit("the budget changed the answer: this is a bug, please report it")
+    with load() as model:
+        answers(model, 2, show=False)
+        facts = model.plan.needs
+    print(
+        f"the built-in model: 29 million weights, {facts.num_layers} layers of {facts.num_experts} experts; a toy that writes "
+        f"and knows little.\n{RESIDENT_RATIO:.0%} of its experts fit in the budget, the others are read from disk when they are "
+        "needed.\n"
+    )
+    tight = budget(RESIDENT_RATIO)
+    with load(tight) as model:
+        print(plan_table(model.plan, f"{format_bytes(tight)} for the whole process"), flush=True)
+        limited = answers(model, ANSWER_TOKENS, show=True)
+        print(f"\nin {format_bytes(tight)}: {closing_line(model.stats())}", flush=True)
+    everything = budget(1.0)
+    with load(everything) as model:
+        free = answers(model, ANSWER_TOKENS, show=False)
+        print(f"in {format_bytes(everything)}: {closing_line(model.stats())}")
+    different = [domain for domain in PROMPTS if limited[domain] != free[domain]]
+    if different:
+        sys.exit(f"the budget changed the text of {', '.join(different)}: this is a bug, please report it")
+    print("check: all texts are the same in both budgets")
 
 
 if __name__ == "__main__":

@@ -174,4 +174,4 @@ def test_progress_is_a_bar_on_a_terminal(tmp_path):
         except OSError:  # Linux: EIO when the child has closed its end
             pass
     os.close(main_end)
-    assert child.returncode == 0 and b"converting" in seen and "━".encode() in seen
+    assert child.returncode == 0 and b"converting" in seen and "█".encode() in seen
