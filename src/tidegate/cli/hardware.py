@@ -12,6 +12,7 @@ from typing import Annotated
 from tidegate.backends.cuda.probe import measure_cuda, torch_with_cuda
 from tidegate.checkpoint.convert.cache import cache_folder
 from tidegate.checkpoint.manifest import EXPERTS_FILE
+from tidegate.checkpoint.open import BUILTIN_NAME, BUILTIN_STORE
 from tidegate.cli.arguments import Argument, Flag
 from tidegate.errors import UsageError
 from tidegate.planner.machine import Machine, Rates, keep_machine
@@ -25,7 +26,7 @@ SHOWN_TOKENS = 4
 
 def command(
     path: Annotated[
-        Path | None,
+        str | None,
         Argument(help="A model, store or folder on the disk to measure; default: the cache."),
     ] = None,
     threads: Annotated[int | None, Flag(min=1, help="Compute threads; default: the cores there are.")] = None,
@@ -57,13 +58,13 @@ def command(
     return 0
 
 
-def _file_to_read(path: Path | None) -> Path:
+def _file_to_read(name: str | None) -> Path:
     """A store's experts, a model's largest file, or a folder to write to."""
-    if path is None:
+    if name is None:
         folder = cache_folder()
         folder.mkdir(parents=True, exist_ok=True)
         return folder
-    path = path.expanduser()
+    path = BUILTIN_STORE if name == BUILTIN_NAME else Path(name).expanduser()
     if path.is_file():
         return path
     if not path.is_dir():
