@@ -71,7 +71,7 @@ def test_the_compact_form_gives_back_every_bit(tmp_path: Path, tokenizer: Path) 
     unpack(tmp_path / "compact.safetensors", tmp_path / "again")
     before, after = (load_file(tmp_path / name / "model.safetensors") for name in ("model", "again"))
     assert before.keys() == after.keys()
-    assert all(torch.equal(before[name], after[name]) for name in before)
+    assert all(torch.equal(before[name].view(torch.int16), after[name].view(torch.int16)) for name in before)
     assert (tmp_path / "compact.safetensors").stat().st_size < (tmp_path / "model" / "model.safetensors").stat().st_size
     for name in ("config.json", "tokenizer.json", "tokenizer_config.json", "generation_config.json"):
         assert json.loads((tmp_path / "again" / name).read_text()) == json.loads(

@@ -37,7 +37,7 @@ def compress(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor] | None:
 def expand(packed: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
     """Inverse of :func:`compress`."""
     codes = torch.stack([packed & 15, packed >> 4], -1).view(-1, INT4_GROUP).float() - 8
-    return (codes * scales.float().view(-1, 1)).bfloat16().view(packed.shape[0], -1)
+    return (codes * scales.float().view(-1, 1)).bfloat16().add_(0.0).view(packed.shape[0], -1)  # no negative zeros
 
 
 def pack(model: Path, destination: Path) -> None:

@@ -128,7 +128,7 @@ def draw_experts(loads: dict[str, list[list[float]]], destination: Path) -> None
     from matplotlib import pyplot  # noqa: PLC0415
 
     domains, first = list(loads), np.array(next(iter(loads.values())))
-    figure, axes = pyplot.subplots(len(first), 1, figsize=(10, 1.1 * len(first) + 1), sharex=True)
+    figure, axes = pyplot.subplots(len(first), 1, figsize=(10, 1.1 * len(first) + 1), sharex=True, layout="constrained")
     for layer, axis in enumerate(axes):
         rows = np.array([loads[domain][layer] for domain in domains]) * first.shape[1]
         picture = axis.imshow(rows, aspect="auto", cmap="viridis", vmin=0, vmax=3)

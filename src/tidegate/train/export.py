@@ -82,7 +82,7 @@ def hub_tensors(
             at = f"{moe}experts.{expert}."
             result[at + "gate_proj.weight"], result[at + "up_proj.weight"] = gate_up[expert].split(width)
             result[at + "down_proj.weight"] = down[expert]
-    return {name: tensor.bfloat16().contiguous().clone() for name, tensor in result.items()}
+    return {name: tensor.bfloat16().add(0.0).contiguous() for name, tensor in result.items()}  # no negative zeros
 
 
 def export(source: Path, tokenizer: Path, destination: Path) -> None:
