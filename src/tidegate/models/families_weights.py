@@ -25,6 +25,7 @@ class FamilyWeights(ABC):
         self.checkpoint, self.config = checkpoint, config
         self.shapes = {tensor.name: tensor.shape for tensor in dense_tensors(config)}
         self._decoder_layers = [layer for layer, is_moe in enumerate(config.moe_layers) if is_moe]
+        self._dtypes: set[str] = set()  # of the tensors that were checked
 
     @abstractmethod
     def whole_tensors(self, name: str) -> list[Wanted]:
@@ -59,8 +60,10 @@ class FamilyWeights(ABC):
     def are_alike(self, layer: int) -> bool:
         """Whether the experts of a MoE layer differ in nothing but their place: stacked, or all tensors of one type.
         Call it after ``check``."""
-        names = [name for name, shape in self._by_layer[self._decoder_layers[layer]] if len(shape) > 1]
         assert self.config.moe is not None
+        if len(self._dtypes) == 1:
+            return True
+        names = [name for name, shape in self._by_layer[self._decoder_layers[layer]] if len(shape) > 1]
         return len(names) < self.config.moe.num_experts or len({self.checkpoint.tensors[n].dtype for n in names}) == 1
 
     def check(self) -> None:
@@ -73,6 +76,7 @@ class FamilyWeights(ABC):
                 raise BadTensor(f"{self.checkpoint.path}: tensor {name} is missing, wanted {list(shape)}")
             if info.shape != shape:
                 raise BadTensor(f"{info.path}: {name}: wanted shape {list(shape)}, got {list(info.shape)}")
+            self._dtypes.add(info.dtype)
         if len(wanted) == len(self.checkpoint.tensors):
             return
         for name, info in self.checkpoint.tensors.items():
