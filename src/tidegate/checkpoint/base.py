@@ -6,9 +6,8 @@ import json
 import re
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -29,8 +28,7 @@ def kind_of_tokenizer(tokenizer_json: str | None) -> str | None:
     return named[1] if named else str(json.loads(tokenizer_json).get("model", {}).get("type"))
 
 
-@dataclass(frozen=True)
-class TensorInfo:
+class TensorInfo(NamedTuple):
     """Where one tensor lives. ``shape`` is row-major, outermost axis first (GGUF's order is reversed on reading).
 
     ``dtype``: safetensors names (F32, F16, BF16, F8_E4M3, U8, I32, ...) or GGUF names (Q4_0, Q6_K, MXFP4, ...).

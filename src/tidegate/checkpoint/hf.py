@@ -75,9 +75,9 @@ class HfCheckpoint(Checkpoint):
         return w_NK
 
     def stored_bytes(self, name: str) -> int:
-        nbytes = self._info(name, self.tensors).nbytes
         if self._is_plain:
-            return nbytes
+            return self._info(name, self._on_disk).nbytes
+        nbytes = self._info(name, self.tensors).nbytes
         scales = self._on_disk.get(f"{name}_scale_inv")
         return nbytes + (scales.nbytes if scales else 0)
 
@@ -144,9 +144,9 @@ class HfCheckpoint(Checkpoint):
             file = InputFile(self.path / name)
             self._files[file.path] = file
             self._add_shard(name, read_header(file), weight_map)
-        for tensor, shard in weight_map.items():
-            if tensor not in self._on_disk:
-                raise BadTensor(f"{self.path / shard}: {tensor} is missing, though {index_path.name} says it is here")
+        for tensor in sorted(weight_map.keys() - self._on_disk.keys()):
+            where = self.path / weight_map[tensor]
+            raise BadTensor(f"{where}: {tensor} is missing, though {index_path.name} says it is here")
 
     @cached_property
     def _is_plain(self) -> bool:
@@ -154,13 +154,12 @@ class HfCheckpoint(Checkpoint):
         return not any(name.endswith(("_blocks", "_scales", "_scale_inv")) for name in self._on_disk)
 
     def _add_shard(self, shard: str, header: dict[str, TensorInfo], weight_map: dict[str, str]) -> None:
-        for name, info in header.items():
-            if weight_map.get(name, shard) != shard:
-                continue  # another shard has the copy that counts
-            if name in self._on_disk:
-                other = self._on_disk[name].path
-                raise BadTensor(f"{info.path}: {name} is a duplicate, {other.name} has it too")
-            self._on_disk[name] = info
+        for name in [name for name in header if weight_map.get(name, shard) != shard]:
+            del header[name]  # another shard has the copy that counts
+        for name in sorted(header.keys() & self._on_disk.keys()):
+            path, other = header[name].path, self._on_disk[name].path
+            raise BadTensor(f"{path}: {name} is a duplicate, {other.name} has it too")
+        self._on_disk.update(header)
 
     def _logical_tensors(self) -> dict[str, TensorInfo]:
         if self._is_plain:

@@ -26,6 +26,9 @@ def read_header(file: InputFile) -> dict[str, TensorInfo]:
     path, size = file.path, file.size_bytes
     header, data_start = _header(file)
     header.pop(METADATA, None)
+    usual = _in_order(header, data_start, file)
+    if usual is not None:
+        return usual
     tensors = [_tensor(name, entry, data_start, file) for name, entry in header.items()]
     tensors.sort(key=lambda info: (info.offset, info.nbytes))
     end = data_start
@@ -60,6 +63,28 @@ def _header(file: InputFile) -> tuple[dict[str, Any], int]:
         raise CorruptFile(path, 0, "safetensors header length", wanted, f"{header_bytes:,}")
     header = parse_json(file.read(8, header_bytes).tobytes(), path, 8)
     return header, 8 + header_bytes
+
+
+def _in_order(header: dict[str, Any], data_start: int, file: InputFile) -> dict[str, TensorInfo] | None:
+    """The tensors of a file as nearly all are: entries in the order of their data, a few shapes many times. None for any other
+    file, a bad one too: then every entry is looked at by itself."""
+    sizes: dict[tuple[str, tuple[int, ...]], int] = {}
+    tensors, path, end = {}, file.path, data_start
+    try:
+        for name, entry in header.items():
+            dtype, shape, (begin, stop) = entry["dtype"], tuple(entry["shape"]), entry["data_offsets"]
+            nbytes = sizes.get((dtype, shape))
+            if nbytes is None:
+                if not _INT.issuperset(map(type, shape)) or min(shape, default=0) < 0:
+                    return None
+                nbytes = sizes[dtype, shape] = prod(shape) * DTYPE_BYTES[dtype]
+            if type(begin) is not int or data_start + begin != end or stop - begin != nbytes:
+                return None
+            tensors[name] = TensorInfo(name, shape, dtype, path, end, nbytes)
+            end += nbytes
+    except (TypeError, KeyError, ValueError):
+        return None
+    return tensors if end == file.size_bytes else None
 
 
 def _tensor(name: str, entry: Any, data_start: int, file: InputFile) -> TensorInfo:
