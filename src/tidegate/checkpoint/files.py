@@ -1,11 +1,15 @@
-"""Files read by offset: exact reads that name what went wrong. No mmap, because faulted pages count as our own memory."""
+"""Files read by offset: exact reads that name what went wrong. No mmap, because faulted pages count as our own memory.
+And small files that are written whole or not at all.
+"""
 
 from __future__ import annotations
 
 import json
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import numpy as np
 
@@ -66,3 +70,18 @@ def parse_json(text: str | bytes, path: Path, offset: int) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise CorruptFile(path, offset, "JSON", "an object", type(value).__name__)
     return value
+
+
+@contextmanager
+def whole_file(path: Path) -> Iterator[BinaryIO]:
+    """To be written: ``path`` appears, and is on the disk, when the block ends well; otherwise nothing is left."""
+    partial = path.with_name(path.name + ".partial")
+    try:
+        with partial.open("wb") as file:
+            yield file
+            file.flush()
+            os.fsync(file.fileno())
+        partial.replace(path)
+    except BaseException:
+        partial.unlink(missing_ok=True)
+        raise

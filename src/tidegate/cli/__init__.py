@@ -29,7 +29,7 @@ COMMANDS = {
     "trace": "Record which experts a model uses on texts; or import recorded arrays.",
     "analyze": "Show what a trace says about a model's routing, with a report and a verdict.",
     "simulate": "Replay a trace against a clock: policies, predictors, budgets, widths, without the model.",
-    "fit-predictor": "Fit a predictor of expert use to a trace, and score it.",
+    "fit-predictor": "Fit a predictor of expert use to a model's texts or to a trace, and score it.",
     "train": "Train a small MoE model on the CPU; stop, kill and resume it at will.",
 }
 INTERRUPTED = 130

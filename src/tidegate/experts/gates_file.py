@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 
 from tidegate.backends.base import ByteArray, F32Array, Linear
 from tidegate.checkpoint.base import TensorInfo
-from tidegate.checkpoint.files import InputFile
+from tidegate.checkpoint.files import InputFile, whole_file
 from tidegate.checkpoint.reading import read_into
 from tidegate.checkpoint.safetensors import METADATA, read_header, read_metadata
 from tidegate.checkpoint.store import ExpertStore
@@ -123,12 +123,10 @@ def save_gates(path: Path, store: ExpertStore, gates: Sequence[Gate], curves: Se
             parts.append(padded)
     text = json.dumps(header).encode()
     text += b" " * (-(8 + len(text)) % 4096)  # direct reads begin at a page
-    partial = path.with_name(path.name + ".partial")
     try:
-        with partial.open("wb") as file:
+        with whole_file(path) as file:
             file.write(len(text).to_bytes(8, "little") + text)
             file.writelines(part.data for part in parts)
-        partial.replace(path)
     except OSError as error:
         raise UsageError(f"{path}: cannot be written: {error.strerror}; choose another place with --output") from None
 

@@ -23,17 +23,14 @@ Curve = tuple[float, float, float]  # factors of margin and of log(heat + LEAST_
 
 # For guesses that are ranks only, with margins from 2 for the best to -2.
 RANK_CURVES: tuple[Curve, ...] = ((0.8, 0.15, 0.3), (0.7, 0.15, 0.0))
-# For margins that fit-predictor has scaled to be odds themselves.
-MARGIN_CURVES: tuple[Curve, ...] = ((1.0, 0.4, -0.7), (1.0, 0.5, -0.8))
 _LEARNING_RATE = 1 / 128
 # What a wrong load evicts, and what it takes from the loads behind it; the second is per share of busy time. Measured.
 _PRICE, _PRICE_WHEN_BUSY = 0.08, 0.12
 # At rest a quarter of the loads are wrong: each lifts the floor three times as much as a right one lowers it.
 # A high floor sinks a little with every step, or a bad start would forbid everything for good.
 _FIRST_FLOOR, _RISE, _FALL, _FORGETTING = 0.3, 3 / 128, 1 / 128, 1 / 1024
-_Evidence = tuple[
-    int, int, float, float, float, bool
-]  # expert, distance, margin, logarithm of its heat, odds, is loading
+# Expert, distance, margin, logarithm of its heat, odds, whether it is being loaded.
+_Evidence = tuple[int, int, float, float, float, bool]
 _NAP_STEPS = 16  # how seldom guesses are made where none is worth a load
 
 

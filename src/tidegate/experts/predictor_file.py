@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 
+from tidegate.checkpoint.files import whole_file
 from tidegate.errors import CorruptFile, UsageError
 from tidegate.experts.predictor import Calibration, Predictor
 from tidegate.experts.predictor_class import SemanticMlp
@@ -47,10 +48,8 @@ def save_predictor(path: Path, predictor: Predictor) -> None:
         "version": VERSION, "kind": kind_of(predictor), "num_layers": predictor.num_layers,
         "num_experts": predictor.num_experts,
     }  # fmt: skip
-    partial = path.with_name(path.name + ".partial")
-    with partial.open("wb") as file:
+    with whole_file(path) as file:
         np.savez(file, meta=np.frombuffer(json.dumps(meta).encode(), np.uint8), **arrays)
-    partial.replace(path)
 
 
 def load_predictor(path: Path) -> Predictor:
