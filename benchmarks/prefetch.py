@@ -74,7 +74,7 @@ def _open(args: argparse.Namespace, memory: int | str | None, mode: str) -> Mode
         **({} if memory is None else {"memory": memory}),
         context=args.prefill + args.decode + 16,
         prefetch="off" if mode == "off" else "auto",
-        predictor="auto" if mode == "fitted" else "off",
+        predictor="auto" if mode in ("off", "fitted") else "gates",
         **threads,
     )
 

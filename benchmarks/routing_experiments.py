@@ -19,16 +19,17 @@ from typing import Any
 
 from tidegate.experts.policy import POLICIES, DecayedLfu, PolicyFactory
 from tidegate.experts.predictor_file import find_predictor
-from tidegate.experts.prefetch import PrefetchOptions
 from tidegate.experts.trace import TraceChunk, TraceReader
 from tidegate.sim.ahead import Foresight, Gates
 from tidegate.sim.batching import batched
 from tidegate.sim.belady import belady_hits
 from tidegate.sim.oracle import Oracle
+from tidegate.sim.prefetcher import PrefetchOptions
 from tidegate.sim.replay import Step
 from tidegate.sim.simulate import Outcome, Profile, simulate
 
 HELD_OUT_RATIO = 0.15
+HALF = PrefetchOptions(2, 0.5)
 RATIOS = (0.25, 0.5, 1.0, 2.0, 5.0)
 MIB = 1 << 20
 Table = tuple[str, list[str], list[list[Any]]]
@@ -49,7 +50,7 @@ class Bench:
 
     def run(
         self, slots: int, load_ratio: float, *, policy: str | PolicyFactory = "decayed-lfu", predictor: str = "none",
-        options: PrefetchOptions | None = None, bits: int = 4, predict_us: float = 20.0, steps: list[Step] | None = None,
+        options: PrefetchOptions = HALF, bits: int = 4, predict_us: float = 20.0, steps: list[Step] | None = None,
         **oracle: float,
     ) -> Outcome:  # fmt: skip
         """``predictor``: none, oracle, gates, an unfitted kind, or the name of a file in the folder of fitted ones."""

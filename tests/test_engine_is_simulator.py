@@ -16,12 +16,12 @@ from tidegate.experts.cache import ExpertCache
 from tidegate.experts.loader import NativeLoader
 from tidegate.experts.lookahead import REACH
 from tidegate.experts.policy import POLICIES, policy_factory
-from tidegate.experts.prefetch import PrefetchOptions
 from tidegate.experts.trace import TraceReader
 from tidegate.sim.ahead import Gates
 from tidegate.sim.batching import batched
 from tidegate.sim.clock import ClockLoader
 from tidegate.sim.fit import fit_predictor
+from tidegate.sim.prefetcher import PrefetchOptions
 from tidegate.sim.replay import replay, whole_steps
 from tidegate.sim.rows import read_rows
 from tidegate.sim.score import score_predictor

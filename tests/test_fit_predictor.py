@@ -61,7 +61,7 @@ def test_it_is_found_counted_and_can_be_turned_off(fitted: tuple[Path, dict[str,
         ledger = model.runtime.ledger.accounts()
         assert isinstance(model.runtime.experts.guesser, FittedGates)
         assert 0 < ledger["predictor"] <= model.plan.accounts()["predictor"] == needs.predictor_bytes
-    with load_model(store, memory=tight, predictor="off") as model:
+    with load_model(store, memory=tight, predictor="gates") as model:
         assert isinstance(model.runtime.experts.guesser, OwnGates)
         assert "predictor" not in model.runtime.ledger.accounts() and model.plan.needs.predictor_bytes == 0
     elsewhere = store.parent / "elsewhere.safetensors"
@@ -75,7 +75,7 @@ def test_answers_do_not_depend_on_it(fitted: tuple[Path, dict[str, object]], bac
     """With a tight cache and reads of random duration."""
     store, _ = fitted
     answers = {}
-    for options in ({"prefetch": "off"}, {"predictor": "off"}, {}):
+    for options in ({"prefetch": "off"}, {"predictor": "gates"}, {}):
         with load_model(store, backend=backend) as model:
             needs = model.plan.needs
         memory = needs.budget_for(needs.num_layers * (needs.min_slots + 2))
@@ -93,7 +93,7 @@ def test_another_model_refuses_it_by_name(fitted: tuple[Path, dict[str, object]]
     store, _ = fitted
     other = write_store(tmp_path / "other", ExpertStore.open(store).config, seed=9)
     shutil.copy(store / PREDICTOR_FILE, other / PREDICTOR_FILE)
-    with pytest.raises(UsageError, match=r"was fitted to .* not to .*other .*--predictor off"):
+    with pytest.raises(UsageError, match=r"was fitted to .* not to .*other .*--predictor gates"):
         load_model(other)
     with pytest.raises(UsageError, match="no such file"):
         load_model(other, predictor=str(tmp_path / "nothing"))

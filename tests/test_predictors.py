@@ -78,7 +78,7 @@ def _run(predictor, script, seed):
         predictor.begin_step([sequence for sequence, _ in rows], [token for _, token in rows])
         for layer in range(LAYERS):
             said.append(np.array(predictor.predict(layer)))
-            predictor.observe_hidden(layer, rng.standard_normal((len(rows), 6)).astype(np.float32))
+            predictor.observe_sketch(layer, rng.standard_normal((len(rows), 6)).astype(np.float32))
             ids = np.array([rng.permutation(EXPERTS)[:TOP] for _ in rows])
             predictor.observe(layer, ids)
             said.append(np.array(predictor.predict((layer + 1) % LAYERS)))
@@ -110,7 +110,7 @@ def test_more_rows_never_make_a_use_less_probable(fitted, tmp_path, kind):
 
 def test_no_torch_is_imported_to_use_or_fit_them() -> None:
     code = (
-        "import sys, tidegate.experts.predictor_file, tidegate.experts.prefetch, tidegate.sim.fit, tidegate.sim.simulate;"
+        "import sys, tidegate.experts.predictor_file, tidegate.experts.foreseer, tidegate.sim.fit, tidegate.sim.simulate;"
         "assert not {'torch', 'scipy', 'matplotlib'} & set(sys.modules)"
     )
     subprocess.run([sys.executable, "-c", code], check=True)
@@ -146,7 +146,7 @@ def test_next_gate_finds_a_linear_router():
         for t in range(600, 800):
             predictor.begin_step([0], [0])
             for layer in range(LAYERS - 1):
-                predictor.observe_hidden(layer, hidden[t : t + 1, layer])
+                predictor.observe_sketch(layer, hidden[t : t + 1, layer])
                 found += len(set(np.argsort(-predictor.predict(layer + 1))[:TOP]) & set(ids[t, layer + 1]))
         assert found / (200 * (LAYERS - 1) * TOP) > 0.75
 
@@ -286,11 +286,11 @@ def test_names_and_files_that_cannot_be_used_are_named(fitted, tmp_path):
     assert kind_of(find_predictor("decayed", LAYERS, EXPERTS)) == "decayed"
     with pytest.raises(UsageError, match="fitted first"):
         find_predictor("mlp", LAYERS, EXPERTS)
-    with pytest.raises(UsageError, match="no such predictor"):
+    with pytest.raises(UsageError, match="no such file"):
         find_predictor(str(tmp_path / "none.npz"), LAYERS, EXPERTS)
     path = tmp_path / "p.npz"
     save_predictor(path, fitted["markov"])
-    with pytest.raises(UsageError, match="fitted to 4 layers of 8 experts, not 24 of 32"):
+    with pytest.raises(UsageError, match="was fitted to 4 layers of 8 experts, not 24 of 32"):
         find_predictor(str(path), 24, 32)
     data = path.read_bytes()
     for broken in (b"", data[:100], data[:-40], b"x" * 50):

@@ -13,6 +13,10 @@ from engines import fixed_process, load_model, record_logits
 from stores import deepseek_config, qwen_config, write_store
 from tidegate import _core
 from tidegate.config import SamplingOptions
+from tidegate.experts.predictor_file import save_predictor
+from tidegate.experts.trace import TraceReader
+from tidegate.sim.fit import fit_predictor
+from tidegate.sim.rows import read_rows
 
 __all__ = ["fixed_process"]
 PROMPT = [int(i) for i in np.random.default_rng(4).integers(0, 250, 45)]
@@ -36,7 +40,20 @@ def family(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     assert len(rows) == 1
     answer = np.array(next(iter(rows.values())))
     assert np.isfinite(answer).all() and np.array_equal(answer, scored[len(PROMPT) - 1 :])
-    return store, {"ids": done.token_ids, "answer": answer, "scored": scored}
+    return store, {"ids": done.token_ids, "answer": answer, "scored": scored, "predictors": _fit(store)}
+
+
+def _fit(store: Path) -> dict[str, str]:
+    """Kind -> file of predictors that see the layers before, and what the routers see."""
+    trace, files = store.parent / "t.trace", {}
+    with load_model(store) as model, model.trace(trace, sketch_dims=8):
+        for seed in range(4):
+            model.generate([seed, *PROMPT], max_tokens=20, ignore_eos=True)
+    rows = read_rows(TraceReader(trace), TraceReader(trace).meta.num_experts)
+    for kind in ("markov", "next-gate"):
+        files[kind] = str(store.parent / f"{kind}.npz")
+        save_predictor(Path(files[kind]), fit_predictor(kind, rows))
+    return files
 
 
 draws = st.fixed_dictionaries(
@@ -52,7 +69,7 @@ draws = st.fixed_dictionaries(
         "short_at": st.integers(-1, 30),
         "refuse_direct": st.booleans(),
         "page_cache": st.booleans(),
-        "prefetch": st.sampled_from(["auto", "off"]),
+        "predictor": st.sampled_from(["off", "gates", "decayed", "markov", "next-gate"]),
         "isa": st.sampled_from(_core.available_isas()),
         "seed": st.integers(0, 1 << 30),
         "scored": st.booleans(),
@@ -64,9 +81,11 @@ draws = st.fixed_dictionaries(
 @given(draw=draws)
 def test_nothing_but_the_tokens_decides_the_logits(family, draw) -> None:
     store, wanted = family
-    options = {
-        name: draw[name] for name in ("policy", "threads", "io_threads", "prefill_chunk", "page_cache", "prefetch")
-    }
+    options = {name: draw[name] for name in ("policy", "threads", "io_threads", "prefill_chunk", "page_cache")}
+    if draw["predictor"] == "off":
+        options["prefetch"] = "off"
+    else:
+        options["predictor"] = wanted["predictors"].get(draw["predictor"], draw["predictor"])
     options["sequences"] = len(draw["mates"]) + 1
     with load_model(store, **options) as model:
         needs = model.plan.needs

@@ -17,12 +17,12 @@ from tidegate.experts.cache import ExpertCache
 from tidegate.experts.policy import POLICIES
 from tidegate.experts.predictor import Predictor
 from tidegate.experts.predictor_counts import DecayedCounts
-from tidegate.experts.prefetch import Prefetcher, PrefetchOptions
 from tidegate.experts.trace import TraceReader
 from tidegate.experts.trace_import import import_arrays
 from tidegate.sim.batching import batched
 from tidegate.sim.clock import CHUNK_BYTES, ClockLoader
 from tidegate.sim.oracle import Oracle
+from tidegate.sim.prefetcher import Prefetcher, PrefetchOptions
 from tidegate.sim.replay import InstantLoader, replay, whole_steps
 from tidegate.sim.simulate import Profile, simulate
 
@@ -130,7 +130,7 @@ def test_without_prefetch_the_counts_are_the_replays(steps, policy):
 
 def test_a_perfect_prefetch_removes_misses_and_wastes_nothing(steps):
     demand = simulate(steps, [8] * 24, 32, POLICIES["lru"], _profile(0.5))
-    perfect = simulate(steps, [8] * 24, 32, POLICIES["lru"], _profile(0.5), Oracle(24, 32))
+    perfect = simulate(steps, [8] * 24, 32, POLICIES["lru"], _profile(0.5), Oracle(24, 32), PrefetchOptions(2, 0.5))
     assert perfect.counters.misses < 0.1 * demand.counters.misses
     assert perfect.stall_s < 0.5 * demand.stall_s and perfect.tokens_per_s > 1.15 * demand.tokens_per_s
     assert perfect.wasted_bytes == 0 and perfect.counters.prefetch_wasted == 0
@@ -139,7 +139,9 @@ def test_a_perfect_prefetch_removes_misses_and_wastes_nothing(steps):
 
 
 def test_wrong_predictions_waste_bytes_and_are_counted(steps):
-    wrong = simulate(steps, [8] * 24, 32, POLICIES["lru"], _profile(1), Oracle(24, 32, 0.5, 0.5))
+    wrong = simulate(
+        steps, [8] * 24, 32, POLICIES["lru"], _profile(1), Oracle(24, 32, 0.5, 0.5), PrefetchOptions(2, 0.5)
+    )
     counters = wrong.counters
     assert counters.prefetch_issued >= counters.prefetch_hits + counters.prefetch_wasted > counters.prefetch_hits > 0
     assert wrong.wasted_bytes > 0

@@ -65,7 +65,7 @@ def test_guesses_come_back_and_belong_to_the_layer_that_they_are_about(tmp_path)
         writer.end_step()
     writer.close()
     reader = TraceReader(path)
-    assert (reader.meta.version, reader.meta.guess_reach) == (2, 2)
+    assert (reader.meta.version, reader.meta.guess_reach) == (3, 2)
     (chunk,) = reader
     assert chunk.guesses.shape == chunk.margins.shape == (4, 3, 2, 3)
     assert np.isnan(chunk.margins[:, 0]).all() and np.isnan(chunk.margins[:, 1, 1]).all()
@@ -125,7 +125,7 @@ def test_a_future_version_says_so(tmp_path):
     _write(path, steps=2)
     meta = json.loads(zipfile.ZipFile(path).read("meta.json"))
     _rewrite(path, "meta.json", json.dumps({**meta, "version": 9}).encode())
-    with pytest.raises(CorruptFile, match=r"trace version.*wanted 1 or 2, got 9"):
+    with pytest.raises(CorruptFile, match=r"trace version.*wanted 1 or 2 or 3, got 9"):
         TraceReader(path)
 
 

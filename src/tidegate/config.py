@@ -137,7 +137,7 @@ class EngineOptions:
         "text",
         "auto",
         "what guesses the next layers' experts: auto (what fit-predictor left beside the model, else the routers themselves), "
-        "off (the routers themselves), or a file of fit-predictor",
+        "gates (the routers themselves), last-token, window, decayed, or a file of fit-predictor",
     )
     experts: str | None = _option(
         "text", None, "format of routed experts, when converting; default: auto", choices=EXPERT_KINDS

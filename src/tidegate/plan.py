@@ -24,7 +24,7 @@ class Needs:
     """Bytes by owner. ``runtime_bytes`` is the measured process before the arena, ``growth_bytes`` what it grows by
     later; ``slot_bytes`` is one expert's blob, ``min_slots`` what one token needs of each of ``num_layers`` MoE layers.
     ``start_peak_bytes``: the most the process has used already, reading a large tokenizer or converting; ``predictor_bytes``:
-    the matrices of a fitted predictor."""
+    matrices that correct the gates' guesses; ``predictor_heap_bytes``: a predictor, which is not in the arena."""
 
     runtime_bytes: int
     growth_bytes: int
@@ -38,6 +38,7 @@ class Needs:
     min_slots: int
     start_peak_bytes: int = 0
     predictor_bytes: int = 0
+    predictor_heap_bytes: int = 0
 
     @property
     def fixed_bytes(self) -> int:
@@ -50,6 +51,7 @@ class Needs:
             + self.workspace_bytes
             + self.staging_bytes
             + self.predictor_bytes
+            + self.predictor_heap_bytes
         )
 
     def budget_for(self, num_slots: int) -> int:
@@ -98,7 +100,8 @@ class Plan:
     @property
     def arena_bytes(self) -> int:
         """What is allocated as one block."""
-        return self.planned_bytes - self.needs.runtime_bytes - self.needs.growth_bytes
+        needs = self.needs
+        return self.planned_bytes - needs.runtime_bytes - needs.growth_bytes - needs.predictor_heap_bytes
 
     @property
     def planned_bytes(self) -> int:
@@ -130,7 +133,7 @@ class Plan:
             "expert slots": self.slots_bytes,
             "workspace": needs.workspace_bytes,
             "staging": needs.staging_bytes,
-            "predictor": needs.predictor_bytes,
+            "predictor": needs.predictor_bytes + needs.predictor_heap_bytes,
             "headroom": self.headroom_bytes,
         }
 

@@ -112,6 +112,14 @@ def _result_lines(found: bench.Measurement, budget_bytes: int) -> str:
                 f"{format_bytes(counters['wasted_bytes'])} read in vain; about {format_seconds(phase.stall_removed_s)} of "
                 "waiting removed"
             )
+        if found.card.num_moe_layers and phase is found.decode:
+            visit_us, guess_us = (
+                counters[key] / 1e3 / phase.tokens / found.card.num_moe_layers for key in ("visit_ns", "guess_ns")
+            )
+            lines.append(
+                f"{'':8}bookkeeping: {phase.bookkeeping_ratio:.1%} of the time; a layer {visit_us:.0f} us for cache and policy, "
+                f"{guess_us:.0f} us for guesses and prefetch"
+            )
     ceiling, binding = found.ceiling
     lines.append(
         f"ceiling with these loads {ceiling:.1f} tokens/s ({binding}); reached {found.decode.tokens_per_s / ceiling:.0%}"

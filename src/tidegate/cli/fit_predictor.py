@@ -1,5 +1,5 @@
-"""``tidegate fit-predictor``: fit a predictor of routing to a model, or an experimental one to a trace; score it on text that it
-was not fitted to."""
+"""``tidegate fit-predictor``: fit a predictor of routing to a model's texts or to a trace; score it on text that it was not
+fitted to."""
 
 from __future__ import annotations
 
@@ -36,7 +36,9 @@ def command(
     ] = None,
     tokens: Annotated[int | None, Flag(min=100, help="Read so many tokens; default: up to 32,768.")] = None,
     held_out: Annotated[float, Flag(min=0.01, max=0.9, help="Share of the text that scores.")] = 0.15,
-    kind: Annotated[str | None, Flag(help=f"An experiment on a trace: {', '.join(KINDS)}.", group=_TRACE)] = None,
+    kind: Annotated[
+        str | None, Flag(help=f"Fit one of these to a trace, for --predictor: {', '.join(KINDS)}.", group=_TRACE)
+    ] = None,
     lookahead: Annotated[int, Flag(min=1, max=7, help="Layers before the router speaks.", group=_TRACE)] = 1,
     horizon: Annotated[
         int,
@@ -74,7 +76,7 @@ def command(
     began_s = time.process_time()
     predictor = fit_predictor(kind, rows, lookahead=lookahead, horizon=horizon, seed=seed, vector_VS=vectors)
     fit_s = time.process_time() - began_s
-    save_predictor(output, predictor)
+    save_predictor(output, predictor, reader.meta.fingerprint)
     score = score_predictor(
         predictor, scored, policy_factory(policy), capacity, lookahead=lookahead, most_tokens=score_tokens
     )

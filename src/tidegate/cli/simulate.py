@@ -15,6 +15,7 @@ from tidegate.checkpoint.convert.options import ConvertOptions
 from tidegate.cli.arguments import Argument, Flag
 from tidegate.config import EngineOptions
 from tidegate.errors import BudgetTooSmall, UsageError
+from tidegate.experts.lookahead import REACH
 from tidegate.experts.policy import DEFAULT_POLICY, policy_factory
 from tidegate.experts.predictor_file import find_predictor
 from tidegate.experts.trace import TraceMeta, TraceReader
@@ -51,12 +52,16 @@ def command(
     predictor: Annotated[
         str, _try("none, gates (the engine's own prefetch), last-token, window, decayed, oracle, or fitted files.")
     ] = "none",
-    staging: Annotated[str, _try("Layers in work at once: 1 no prefetch, 2 the next layer, ...")] = "2",
-    threshold: Annotated[str, _try("Prefetch above this probability.")] = "0.5",
+    staging: Annotated[
+        str, _try("Layers in work at once: 1 no prefetch, 2 the next layer, 3 as the engine, ...")
+    ] = "3",
+    threshold: Annotated[
+        str, _try("Prefetch above this probability, instead of what the engine learns (auto).")
+    ] = "auto",
     bits: Annotated[str | None, _try("Expert widths, like 3,4,8.")] = None,
     batch: Annotated[str, _try("Sequences decoded side by side; 0: the steps as recorded.")] = "0",
     tokens: Annotated[int, Flag(min=1, help="Stop after this many steps of the trace.")] = 4000,
-    most: Annotated[int, Flag(min=1, help="Speculative loads a layer at most.")] = 4,
+    most: Annotated[int, Flag(min=1, help="Speculative loads a layer at most, with a given threshold.")] = 4,
     no_share: Annotated[bool, Flag("--no-share", help="Slots do not move between layers.")] = False,
     disk: Annotated[str | None, _is("Disk reads a second; default: tidegate hardware's.", metavar="BYTES")] = None,
     ram: Annotated[str | None, _is("Memory reads a second; default: tidegate hardware's.", metavar="BYTES")] = None,
@@ -156,7 +161,7 @@ def _sweep(reader: TraceReader, tokens: int, profile: Profile, recorded_bits: in
             return Gates(meta.guess_curves)
         if name == "oracle":
             return Oracle(meta.num_layers, meta.num_experts)
-        return find_predictor(name, meta.num_layers, meta.num_experts)
+        return find_predictor(name, meta.num_layers, meta.num_experts, meta.fingerprint)
 
     return Sweep(
         steps_of, meta.num_experts, meta.num_experts_per_tok, profile, recorded_bits, make_predictor, most,
@@ -182,14 +187,14 @@ def _axes(
         policy_factory(name)
     return {
         "place": places, "policy": policy.split(","), "predictor": predictor.split(","),
-        "staging": _numbers("--staging", staging, int, 1, 8), "threshold": _numbers("--threshold", threshold, float, 0, 1),
+        "staging": _numbers("--staging", staging, int, 1, 8), "threshold": _thresholds(threshold),
         "bits": _numbers("--bits", bits, int, 1, 16), "batch": _numbers("--batch", batch, int, 0, 4096),
     }  # fmt: skip
 
 
 def _configure(
     meta: TraceMeta, expert_bytes: int, fixed_bytes: int, recorded_bits: int, *, place: tuple[str, str], policy: str,
-    predictor: str, staging: int, threshold: float, bits: int, batch: int,
+    predictor: str, staging: int, threshold: float | None, bits: int, batch: int,
 ) -> Configuration:  # fmt: skip
     """What has no effect (without a predictor, or of the engine's own prefetch) is set to the same everywhere."""
     size = round(expert_bytes * (bits + SCALE_BITS) / (recorded_bits + SCALE_BITS))
@@ -197,7 +202,7 @@ def _configure(
     if predictor == "none" or staging == 1:
         predictor, staging, threshold = "none", 1, 0.0
     elif predictor == "gates":
-        staging, threshold = 2, 0.0
+        staging, threshold = REACH + 1, None
     return Configuration(memory_bytes, layers, policy, predictor, staging, threshold, bits, batch)
 
 
@@ -212,6 +217,10 @@ def _slots(flag: str, text: str, meta: TraceMeta, size: int, fixed_bytes: int) -
         return memory_bytes, make_plan(memory_bytes, needs).slots
     except BudgetTooSmall as error:
         raise UsageError(f"{error}; --fixed and --expert-bytes say what the rest takes") from None
+
+
+def _thresholds(text: str) -> list[float | None]:
+    return [None if one == "auto" else _numbers("--threshold", one, float, 0, 1)[0] for one in text.split(",")]
 
 
 def _numbers(flag: str, text: str, kind: type[int] | type[float], low: float, high: float) -> list[Any]:
@@ -248,7 +257,8 @@ def _cells(result: Result) -> list[str]:
     total = outcome.demand_bytes + outcome.speculative_bytes
     return [
         format_bytes(config.memory_bytes) if config.memory_bytes else "", str(low) if low == high else f"{low}-{high}",
-        config.policy, Path(config.predictor).stem, str(config.staging), f"{config.threshold:.2f}", str(config.bits),
+        config.policy, Path(config.predictor).stem, str(config.staging),
+        "auto" if config.threshold is None else f"{config.threshold:.2f}", str(config.bits),
         str(config.batch or "rec."), f"{result.load_ratio:.2f}", f"{outcome.tokens_per_s:.2f}",
         f"{outcome.hit_ratio:.1%}", f"{result.lru_hit_ratio:.1%}", f"{result.belady_hit_ratio:.1%}",
         f"{result.bypass_hit_ratio:.1%}", "" if gap is None else f"{gap:.0%}", f"{outcome.stall_s / outcome.elapsed_s:.0%}",

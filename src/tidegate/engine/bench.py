@@ -19,6 +19,7 @@ from tidegate.hardware import Rates, disk_rate, memory_rate
 from tidegate.memory.probe import process_memory
 
 _LOADER_COUNTERS = ("read_bytes", "waits", "wait_ns", "busy_ns")
+_BOOKKEEPING_COUNTERS = ("visit_ns", "guess_ns")
 
 
 @dataclass(frozen=True)
@@ -104,6 +105,12 @@ class Phase:
         return self.counters["wait_ns"] / 1e9 / self.elapsed_s if self.elapsed_s else 0.0
 
     @property
+    def bookkeeping_ratio(self) -> float:
+        """Share of the time that cache, policy, predictor and prefetch took."""
+        spent_ns = sum(self.counters[name] for name in _BOOKKEEPING_COUNTERS)
+        return spent_ns / 1e9 / self.elapsed_s if self.elapsed_s else 0.0
+
+    @property
     def stall_removed_s(self) -> float:
         """Estimate: every prefetched expert that was there in time saved what the others were waited for on average."""
         waited = self.counters["misses"] + self.counters["prefetch_late"]
@@ -119,6 +126,7 @@ class Phase:
             f"{name}_tokens_per_s": round(self.tokens_per_s, 3),
             f"{name}_stall_ratio": round(self.stall_ratio, 4),
             f"{name}_stall_removed_s": round(self.stall_removed_s, 6),
+            f"{name}_bookkeeping_ratio": round(self.bookkeeping_ratio, 4),
             f"{name}_hit_ratio": round((visits - misses) / visits, 4) if visits else None,
             **{f"{name}_{key}": value for key, value in self.counters.items()},
         }
@@ -211,6 +219,7 @@ def _snapshot(runtime: Runtime) -> _Snapshot:
     counters = {item.name: int(getattr(cache, item.name)) for item in fields(cache)}
     native = runtime.loader.counters() if runtime.loader else None
     counters |= {name: int(getattr(native, name, 0)) for name in _LOADER_COUNTERS}
+    counters |= {name: int(getattr(runtime.experts, name, 0)) for name in _BOOKKEEPING_COUNTERS}
     return StepTimes(**asdict(runtime.engine.times)), counters
 
 

@@ -22,12 +22,13 @@ from tidegate.engine.codec import TextCodec
 from tidegate.engine.engine import Engine
 from tidegate.engine.kv_cache import KvCache
 from tidegate.engine.needs import Sizes, needs_of, scored_rows, sizes_of, ways_out, with_chunk
+from tidegate.engine.predictors import PredictorChoice, choose_predictor
 from tidegate.engine.reserve import budget_of, watch_others
 from tidegate.engine.scheduler import Scheduler
 from tidegate.errors import CorruptFile
 from tidegate.experts.base import CacheCounters
 from tidegate.experts.cache import ExpertCache
-from tidegate.experts.gates_file import find_gates
+from tidegate.experts.foreseer import Foreseer
 from tidegate.experts.loader import LoaderOptions, NativeLoader
 from tidegate.experts.lookahead import RANK_CURVES, Lookahead
 from tidegate.experts.policy import policy_factory
@@ -50,7 +51,7 @@ _HINTS = {
     "KV cache": "raise --memory, or lower --context or --sequences",
     "expert slots": "raise --memory",
     "workspace": "raise --memory or lower --prefill-chunk",
-    "predictor": "raise --memory or use --predictor off",
+    "predictor": "raise --memory or use --predictor gates",
 }
 
 
@@ -123,10 +124,11 @@ def build(store: ExpertStore, options: EngineOptions, reader: _core.BlockReader 
             make_policy = policy_factory(options.policy)
             cache = ExpertCache(plan.slots, plan.needs.num_experts, make_policy, loader, share=True)
             experts = Experts(cache, loader, store.layouts)
-            gates = find_gates(store, options.predictor) if options.prefetch == "auto" else None
+            choice = choose_predictor(config, options, store)
+            gates = choice.gates
             experts.curves = gates.curves if gates else RANK_CURVES
             if options.prefetch == "auto" and min(plan.slots) < plan.needs.num_experts:
-                experts.lookahead = Lookahead(cache, plan.needs.min_slots, loader.busy_ratio, experts.curves)
+                _look_ahead(experts, loader, choice, plan, ledger, options.sequences)
         tensors = DenseTensors(store, dense)
         weights = model_weights(config, tensors, sizes.context_tokens, wide_inputs=sizes.wide_inputs)
         if experts is not None and gates is not None:
@@ -141,6 +143,7 @@ def build(store: ExpertStore, options: EngineOptions, reader: _core.BlockReader 
             max_logit_rows=scored_rows(config, sizes, plan.needs.workspace_bytes),
         )
         engine = Engine(decoder, scheduler, lambda: ledger.check(tolerance_ratio=_OWN_GROWTH_RATIO))
+        engine.watcher = experts if experts and experts.foreseer else None
         eos = frozenset(config.eos_token_ids)
         ledger.settle()
         kept = resources.pop_all()
@@ -224,6 +227,20 @@ def _loader(
     views = [slots[start : start + size] for start in range(0, slots.size, size)]
     how = LoaderOptions(threads=options.io_threads, verify=options.verify, page_cache=options.page_cache)
     return NativeLoader(store, views, how, reader)
+
+
+def _look_ahead(
+    experts: Experts, loader: NativeLoader, choice: PredictorChoice, plan: Plan, ledger: Ledger, sequences: int
+) -> None:
+    """Experts are prefetched from now on."""
+    cache, per_token = experts.cache, plan.needs.min_slots
+    if choice.make is None:
+        experts.lookahead = Lookahead(cache, per_token, loader.busy_ratio, experts.curves)
+        return
+    ledger.account("predictor", _HINTS["predictor"]).reserve(choice.heap_bytes)
+    predictor = choice.make()
+    predictor.most_sequences = sequences
+    experts.foreseer = Foreseer(cache, predictor, per_token, loader.busy_ratio)
 
 
 def _backend(options: EngineOptions, threads: int, workspace: ByteArray) -> Backend[Any]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from collections.abc import Sequence as Items
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -26,6 +27,13 @@ class ForwardModel(Protocol):
     def forward(self, batch: StepBatch) -> F32Array:
         """float32 [R, V], valid until the next call. Raises ReadFailed or CorruptFile when an expert cannot be read; the
         caches are consistent then, and the same step may be tried again."""
+
+
+class RowWatcher(Protocol):
+    """Who wants to know whose tokens a step computes, before it does."""
+
+    def begin_rows(self, sequence_T: Items[int], token_T: Items[int]) -> None:
+        """Sequence ids and input token ids of the rows."""
 
 
 class StepRecorder(Protocol):
@@ -73,6 +81,7 @@ class Engine:
         self.decoder, self.scheduler = decoder, scheduler
         self.times = StepTimes()
         self.trace: StepRecorder | None = None
+        self.watcher: RowWatcher | None = None
         self._recount, self._recount_every = recount, recount_every
 
     def step(self) -> list[Sequence]:
@@ -97,10 +106,14 @@ class Engine:
 
     def _forward(self, chunks: list[Chunk]) -> F32Array:
         batch = make_batch(chunks)
+        if self.trace is None and self.watcher is None:
+            return self.decoder.forward(batch)
+        sequence_T = np.array([chunk.sequence.id for chunk in chunks], np.int32)[batch.sequence_T]
+        if self.watcher is not None:
+            self.watcher.begin_rows(sequence_T.tolist(), batch.token_ids_T.tolist())
         if self.trace is None:
             return self.decoder.forward(batch)
-        ids = np.array([chunk.sequence.id for chunk in chunks], np.int32)
-        self.trace.begin_step(ids[batch.sequence_T], batch.positions_T, batch.token_ids_T)
+        self.trace.begin_step(sequence_T, batch.positions_T, batch.token_ids_T)
         logits_RV = self.decoder.forward(batch)
         self.trace.end_step()
         return logits_RV

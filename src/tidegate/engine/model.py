@@ -24,6 +24,7 @@ from tidegate.engine.build import Runtime, build
 from tidegate.engine.sequence import Sampled, Sequence
 from tidegate.engine.source import open_store
 from tidegate.errors import UsageError
+from tidegate.experts.gates_file import fingerprint
 from tidegate.experts.lookahead import REACH
 from tidegate.experts.trace import TraceMeta, TraceWriter
 from tidegate.plan import Plan
@@ -152,15 +153,21 @@ class Model:
     @contextmanager
     def trace(self, path: Path, source: str = "", sketch_dims: int = 0) -> Iterator[TraceWriter]:
         """Record the routing of every step inside the ``with`` block to ``path``, which appears when the block ends well;
-        ``sketch_dims`` numbers of every router's input with it. Raises UsageError for a model without MoE layers."""
+        ``sketch_dims`` numbers of every router's input with it, by default as many as the predictor in use looks at. Raises
+        UsageError for a model without MoE layers, and for other sketches than those."""
         runtime = self._runtime
         config, needs = runtime.config, runtime.plan.needs
         if runtime.experts is None or config.moe is None:
             raise UsageError("--trace has no effect: this model has no experts")
+        if runtime.experts.foreseer is not None:
+            wanted = runtime.experts.foreseer.predictor.sketch_dims
+            if sketch_dims and wanted and sketch_dims != wanted:
+                raise UsageError(f"--sketch {sketch_dims}: the predictor in use needs {wanted}, to be replayed")
+            sketch_dims = sketch_dims or wanted
         meta = TraceMeta(
             config.num_moe_layers, config.moe.num_experts, config.moe.num_experts_per_tok, source, needs.slot_bytes,
             needs.fixed_bytes, sketch_dims, min(REACH, config.num_moe_layers), runtime.decoder.guess_width,
-            tuple(runtime.experts.curves),
+            tuple(runtime.experts.curves), fingerprint(runtime.store),
         )  # fmt: skip
         writer = TraceWriter(path, meta)
         runtime.experts.trace = runtime.engine.trace = writer

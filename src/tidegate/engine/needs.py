@@ -14,8 +14,8 @@ from tidegate.backends.cpu_workspace import Activations, StepShape, activations
 from tidegate.checkpoint.manifest import ALIGNMENT, DenseEntry, lay_out
 from tidegate.checkpoint.store import ExpertStore
 from tidegate.config import EngineOptions
+from tidegate.engine.predictors import choose_predictor
 from tidegate.errors import UsageError
-from tidegate.experts.gates_file import find_gates
 from tidegate.memory.arena import PAGE_BYTES
 from tidegate.memory.probe import ProcessMemory
 from tidegate.model_config import ModelConfig
@@ -79,6 +79,7 @@ def needs_of(store: PackedModel, options: EngineOptions, process: ProcessMemory,
     """``process``: a measurement after everything that is loaded before the arena; ``threads``: those that compute."""
     config, moe = store.config, store.config.moe
     sizes = sizes_of(config, options)
+    predictor = choose_predictor(config, options, store if isinstance(store, ExpertStore) else None)
     new_threads = threads - 1 + (options.io_threads if store.layouts else 0)
     growth = GROWTH_BYTES + new_threads * THREAD_BYTES + config.num_layers * OBJECT_BYTES_PER_LAYER
     growth += sizes.sequences * sizes.context_tokens * OBJECT_BYTES_PER_TOKEN
@@ -94,7 +95,8 @@ def needs_of(store: PackedModel, options: EngineOptions, process: ProcessMemory,
         num_experts=moe.num_experts if moe else 0,
         min_slots=moe.num_experts_per_tok if moe else 0,
         start_peak_bytes=process.peak_rss_bytes,
-        predictor_bytes=_predictor_bytes(store, options),
+        predictor_bytes=align_up(predictor.arena_bytes, PAGE_BYTES),
+        predictor_heap_bytes=predictor.heap_bytes,
     )
 
 
@@ -189,14 +191,6 @@ def _halvings(start: int, floor: int) -> list[int]:
         start //= 2
         out.append(start)
     return out
-
-
-def _predictor_bytes(model: PackedModel, options: EngineOptions) -> int:
-    """A model that is not a store yet has none."""
-    gates = (
-        find_gates(model, options.predictor) if isinstance(model, ExpertStore) and options.prefetch == "auto" else None
-    )
-    return align_up(gates.nbytes, PAGE_BYTES) if gates else 0
 
 
 def activations_of(store: PackedModel, sizes: Sizes, threads: int) -> Activations:

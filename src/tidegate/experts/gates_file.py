@@ -75,14 +75,14 @@ def fingerprint(store: ExpertStore) -> str:
 
 
 def find_gates(store: ExpertStore, option: str) -> GatesFile | None:
-    """``option`` is that of --predictor: "auto" takes the file in the store's folder if there is one, "off" none; anything else
+    """``option`` is that of --predictor: "auto" takes the file in the store's folder if there is one, "gates" none; anything else
     is a path. Raises UsageError for a missing file and for one that was fitted to another model, CorruptFile."""
     path = store.path / PREDICTOR_FILE if option == "auto" else Path(option)
-    if option == "off" or store.config.moe is None or (option == "auto" and not path.exists()):
+    if option == "gates" or store.config.moe is None or (option == "auto" and not path.exists()):
         return None
     if not path.is_file():
         raise UsageError(
-            f"--predictor {path}: no such file; make one with tidegate fit-predictor, or use --predictor off"
+            f"--predictor {path}: no such file; make one with tidegate fit-predictor, or use --predictor gates"
         )
     file = InputFile(path)
     meta = read_metadata(file)
@@ -92,7 +92,7 @@ def find_gates(store: ExpertStore, option: str) -> GatesFile | None:
     if meta.get("fingerprint") != fingerprint(store):
         raise UsageError(
             f"{path}: was fitted to {meta.get('model')} (routers {meta.get('fingerprint')}), not to {store.path} "
-            f"({fingerprint(store)}); run tidegate fit-predictor on this model, or use --predictor off"
+            f"({fingerprint(store)}); run tidegate fit-predictor on this model, or use --predictor gates"
         )
     shape = (len(store.layouts), store.config.moe.num_experts, store.config.hidden_size)
     tensors = read_header(file)

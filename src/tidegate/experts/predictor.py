@@ -11,8 +11,8 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Collection, Sequence
+from typing import Any, ClassVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -25,6 +25,10 @@ SLOW_FADE = np.float32(2.0 ** (-1.0 / SLOW_HALF_LIFE_TOKENS))
 MOST_SEQUENCES = 1024
 CLASS_TOKENS = 32
 NO_TOKEN = -1
+# What a history may remember.
+ALL_COLUMNS = LAST, HEAT, SLOW, COUNT = "last", "heat", "slow", "count"
+_NOTHING = np.zeros((0, 0), np.float32)
+_OBJECT_BYTES = 4096  # of Python's, a history
 
 
 class Predictor(ABC):
@@ -32,6 +36,7 @@ class Predictor(ABC):
 
     def __init__(self, num_layers: int, num_experts: int) -> None:
         self.num_layers, self.num_experts = num_layers, num_experts
+        self.most_sequences = MOST_SEQUENCES  # that it remembers; those before are forgotten
 
     @abstractmethod
     def begin_step(self, sequence_T: Sequence[int], token_T: Sequence[int]) -> None:
@@ -46,82 +51,152 @@ class Predictor(ABC):
         """float32 [E] in 0..1: the probability that at least one row uses the expert in the layer's next visit. A view that
         may be overwritten by the next call."""
 
-    def observe_hidden(self, layer: int, hidden_TD: F32) -> None:  # noqa: B027  (most have no use for it)
-        """The hidden state at the router of ``layer``, before ``observe``; only those who need it look at it."""
+    @property
+    def sketch_dims(self) -> int:
+        """How many numbers of a router's input it wants to see; 0: none."""
+        return 0
+
+    def observe_sketch(self, layer: int, sketch_TS: Array) -> None:  # noqa: B027  (most have no use for it)
+        """What the router of ``layer`` saw, before ``observe``, projected to ``sketch_dims`` numbers as traces keep it
+        (``experts.trace.Sketcher``). Whoever wants it makes do without where there is none."""
+
+    @classmethod
+    def history_bytes(cls, num_layers: int, num_experts: int, num_experts_per_tok: int) -> int:
+        """What it remembers of one sequence, at most."""
+        return 0
 
 
 class History:
-    """What is remembered of one sequence: for each layer the experts of its latest token, counts decayed by half in 16 and in
-    128 tokens, and counts of a window; and the latest input tokens."""
+    """What is remembered of one sequence, as far as ``remembers`` names it: for each layer the experts of its latest token,
+    counts decayed by half in 16 and in 128 tokens, and counts of a window; the experts of the latest ``window`` tokens (0: of
+    none); and the latest input tokens."""
 
-    def __init__(self, num_layers: int, num_experts: int, window: int) -> None:
-        shape = (num_layers, num_experts)
+    def __init__(self, num_layers: int, num_experts: int, remembers: Collection[str], window: int) -> None:
+        kept = {name: np.zeros((num_layers, num_experts), np.float32) for name in remembers}
         self.token = NO_TOKEN
         self.tokens: deque[int] = deque(maxlen=CLASS_TOKENS)
-        self.last_LE = np.zeros(shape, np.float32)
-        self.heat_LE = np.zeros(shape, np.float32)
-        self.slow_LE = np.zeros(shape, np.float32)
-        self.count_LE = np.zeros(shape, np.float32)
-        self.seen_L = np.zeros(num_layers, np.int64)
-        self._ring_LW: list[list[Array]] = [[] for _ in range(num_layers)]
-        self._window = window
+        self.last_LE, self.heat_LE, self.slow_LE, self.count_LE = (kept.get(name, _NOTHING) for name in ALL_COLUMNS)
+        self.seen_L = [0] * num_layers
+        self._fading = [(kept[name], fade) for name, fade in ((HEAT, FADE), (SLOW, SLOW_FADE)) if name in kept]
+        self._ring_LWK: Array = np.zeros((num_layers, window, 0), np.int32)
 
-    def add(self, layer: int, experts_K: Array) -> None:
-        """The layer's experts of the sequence's next token."""
-        last, heat, slow, count = self.last_LE[layer], self.heat_LE[layer], self.slow_LE[layer], self.count_LE[layer]
-        last[:] = 0
-        last[experts_K] = 1
-        heat *= FADE
-        heat[experts_K] += 1 - FADE
-        slow *= SLOW_FADE
-        slow[experts_K] += 1 - SLOW_FADE
-        ring = self._ring_LW[layer]
-        ring.append(experts_K)
-        count[experts_K] += 1
-        if len(ring) > self._window:
-            count[ring.pop(0)] -= 1
-        self.seen_L[layer] += 1
+    def add(self, layer: int, experts_TK: Array) -> None:
+        """The layer's experts of the sequence's next tokens."""
+        if len(self.last_LE):
+            last = self.last_LE[layer]
+            last[:] = 0
+            last[experts_TK[-1]] = 1
+        for counts_LE, fade in self._fading:
+            _fade_in(counts_LE[layer], experts_TK, fade)
+        if self._ring_LWK.shape[1]:
+            self._slide(layer, experts_TK)
+        self.seen_L[layer] += len(experts_TK)
 
-    def recent(self, layer: int, tokens: int) -> list[Array]:
-        """Expert ids of the latest ``tokens`` tokens at most, oldest first."""
-        return self._ring_LW[layer][-tokens:]
+    def recent(self, layer: int, tokens: int) -> Array:
+        """[n, K]: expert ids of the latest ``tokens`` tokens at most, oldest first."""
+        seen, window = self.seen_L[layer], self._ring_LWK.shape[1]
+        latest_NK: Array = self._ring_LWK[layer, np.arange(seen - min(seen, tokens, window), seen) % window]
+        return latest_NK
+
+    def _slide(self, layer: int, experts_TK: Array) -> None:
+        num_layers, window, per_token = self._ring_LWK.shape
+        if not per_token:
+            self._ring_LWK = np.zeros((num_layers, window, experts_TK.shape[1]), np.int32)
+        ring_WK, seen, rows = self._ring_LWK[layer], self.seen_L[layer], len(experts_TK)
+        count = self.count_LE[layer] if len(self.count_LE) else None
+        if rows == 1:
+            place = ring_WK[seen % window]
+            if count is not None:
+                if seen >= window:
+                    count[place] -= 1
+                count[experts_TK[0]] += 1
+            place[:] = experts_TK[0]
+            return
+        kept = min(rows, window)
+        ring_WK[np.arange(seen + rows - kept, seen + rows) % window] = experts_TK[rows - kept :]
+        if count is not None:
+            count[:] = np.bincount(ring_WK[: seen + rows].ravel(), minlength=len(count))
+
+
+def _fade_in(counts_E: F32, experts_TK: Array, fade: np.float32) -> None:
+    """Counts that fade with every token, after these ones."""
+    rows, per_token = experts_TK.shape
+    if rows == 1:
+        counts_E *= fade
+        counts_E[experts_TK[0]] += 1 - fade
+        return
+    weight_T = (1 - fade) * fade ** np.arange(rows - 1, -1, -1)
+    counts_E *= fade**rows
+    counts_E += np.bincount(experts_TK.ravel(), np.repeat(weight_T, per_token), len(counts_E))
+
+
+class TokenRows:
+    """Rows of a table by token; ``tokens`` ascend."""
+
+    def __init__(self, tokens: Array) -> None:
+        self._tokens = tokens
+        self._latest: tuple[int, int | None] = NO_TOKEN, None
+
+    def __call__(self, token: int) -> int | None:
+        if token != self._latest[0]:
+            row = int(np.searchsorted(self._tokens, token))
+            self._latest = token, row if row < len(self._tokens) and self._tokens[row] == token else None
+        return self._latest[1]
 
 
 class HistoryPredictor(Predictor):
     """A raw score for every row from its sequence's history, made a probability by the calibration, combined over rows as
     if they were independent."""
 
-    window = 1
+    remembers: ClassVar[tuple[str, ...]] = ()
+    window = 0
 
     def __init__(self, num_layers: int, num_experts: int, calibration: Calibration | None = None) -> None:
         super().__init__(num_layers, num_experts)
         self.calibration = calibration
         self._histories: dict[int, History] = {}
-        self._rows: list[History] = []
+        self._rows: list[History] = []  # of each run of rows of one sequence, and where the run ends
+        self._ends: list[int] = []
         self._routed = -1
 
     def begin_step(self, sequence_T: Sequence[int], token_T: Sequence[int]) -> None:
-        self._routed = -1
-        self._rows = []
-        for sequence, token in zip(sequence_T, token_T, strict=True):
-            history = self._histories.pop(sequence, None)
+        self._routed, self._rows, self._ends = -1, [], []
+        histories = self._histories
+        for sequence in dict.fromkeys(sequence_T):  # the end of the dict: least recently used goes first
+            if sequence in histories:
+                histories[sequence] = histories.pop(sequence)
+        for row, (sequence, token) in enumerate(zip(sequence_T, token_T, strict=True), start=1):
+            history = histories.get(sequence)
             if history is None:
-                history = History(self.num_layers, self.num_experts, self.window)
-                if len(self._histories) >= MOST_SEQUENCES:
-                    del self._histories[next(iter(self._histories))]
-            self._histories[sequence] = history  # the end of the dict: least recently used goes first
+                if len(histories) >= self.most_sequences:
+                    del histories[next(iter(histories))]
+                history = histories[sequence] = self._new_history()
             history.token = token
             history.tokens.append(token)
-            self._rows.append(history)
+            if self._rows and self._rows[-1] is history:
+                self._ends[-1] = row
+            else:
+                self._rows.append(history)
+                self._ends.append(row)
 
     def observe(self, layer: int, topk_expert_ids_TK: Array) -> None:
-        for history, experts_K in zip(self._rows, topk_expert_ids_TK, strict=True):
-            history.add(layer, experts_K)
+        start = 0
+        for history, end in zip(self._rows, self._ends, strict=True):
+            history.add(layer, topk_expert_ids_TK[start:end])
+            start = end
         self._routed = layer
+
+    @classmethod
+    def history_bytes(cls, num_layers: int, num_experts: int, num_experts_per_tok: int) -> int:
+        columns = 4 * num_experts * len(cls.remembers)
+        return num_layers * (columns + 4 * num_experts_per_tok * cls.window) + _OBJECT_BYTES
+
+    def _new_history(self) -> History:
+        return History(self.num_layers, self.num_experts, self.remembers, self.window)
 
     def predict(self, layer: int) -> F32:
         not_used = None
-        # Rows of one sequence share a history: a long prompt chunk counts it once.
+        # Rows of one sequence share a history and count once.
         for history in dict.fromkeys(self._rows):
             probability = self.score(history, layer, is_next_step=layer <= self._routed)
             if self.calibration is not None:

@@ -9,11 +9,24 @@ from typing import ClassVar
 
 import numpy as np
 
-from tidegate.experts.predictor import F32, NO_TOKEN, Array, Calibration, History, HistoryPredictor
+from tidegate.experts.predictor import (
+    COUNT,
+    F32,
+    HEAT,
+    LAST,
+    NO_TOKEN,
+    Array,
+    Calibration,
+    History,
+    HistoryPredictor,
+    TokenRows,
+)
 
 
 class LastToken(HistoryPredictor):
     """The experts of the sequence's token before, same layer."""
+
+    remembers = (LAST,)
 
     def score(self, history: History, layer: int, *, is_next_step: bool) -> F32:
         return np.asarray(history.last_LE[layer], np.float32)
@@ -22,6 +35,7 @@ class LastToken(HistoryPredictor):
 class SlidingWindow(HistoryPredictor):
     """Share of the last ``window`` tokens that used the expert."""
 
+    remembers = (COUNT,)
     window = 16
 
     def score(self, history: History, layer: int, *, is_next_step: bool) -> F32:
@@ -31,6 +45,8 @@ class SlidingWindow(HistoryPredictor):
 
 class DecayedCounts(HistoryPredictor):
     """Uses that fade by half every 16 tokens."""
+
+    remembers = (HEAT,)
 
     def score(self, history: History, layer: int, *, is_next_step: bool) -> F32:
         return np.asarray(history.heat_LE[layer], np.float32)
@@ -47,16 +63,17 @@ class TokenTable(HistoryPredictor):
     ) -> None:  # fmt: skip
         super().__init__(num_layers, num_experts, calibration)
         self.tokens, self.table_NLE, self.prior_LE = tokens, table_NLE, np.asarray(prior_LE, np.float32)
-        self._row_of = {int(token): row for row, token in enumerate(tokens)}
+        self._row_of = TokenRows(tokens)
 
     def score(self, history: History, layer: int, *, is_next_step: bool) -> F32:
-        row = self._row_of.get(NO_TOKEN if is_next_step else history.token)
+        row = self._row_of(NO_TOKEN if is_next_step else history.token)
         return np.asarray(self.prior_LE[layer] if row is None else self.table_NLE[row, layer], np.float32)
 
 
 class Markov(HistoryPredictor):
     """What followed on the experts of one, two or three layers before, of the same token: the mean of their rows."""
 
+    remembers = (LAST,)
     arrays: ClassVar = ("table_ALEE", "prior_LE")
 
     def __init__(
@@ -84,6 +101,7 @@ class Groups(HistoryPredictor):
     """Cluster prefetch: experts that are used together form groups; a group is as hot as its members were at the token
     before."""
 
+    remembers = (LAST,)
     arrays: ClassVar = ("group_LE",)
 
     def __init__(

@@ -9,8 +9,18 @@ from typing import ClassVar
 
 import numpy as np
 
-from tidegate.experts.predictor import F32, NO_TOKEN, Array, Calibration, History, HistoryPredictor, Predictor
-from tidegate.experts.trace import sketch_matrix
+from tidegate.experts.predictor import (
+    ALL_COLUMNS,
+    F32,
+    HEAT,
+    LAST,
+    Array,
+    Calibration,
+    History,
+    HistoryPredictor,
+    Predictor,
+    TokenRows,
+)
 
 LAYERS_BEFORE = 3
 LSTM_TOKENS = 10
@@ -26,6 +36,7 @@ class LayerMlp(HistoryPredictor):
     """One hidden layer on: the experts of the three layers before that are ``lookahead`` or more away, the last token's
     experts, decayed counts, and the token's row of a table. For the next step, whose token is unknown, decayed counts."""
 
+    remembers = (LAST, HEAT)
     arrays: ClassVar[tuple[str, ...]] = (
         "w1_LFH", "b1_LH", "w2_LHE", "b2_LE", "tokens", "table_NLE", "prior_LE", "lookahead",
     )  # fmt: skip
@@ -38,7 +49,7 @@ class LayerMlp(HistoryPredictor):
         self.w1_LFH, self.b1_LH, self.w2_LHE, self.b2_LE = w1_LFH, b1_LH, w2_LHE, b2_LE
         self.tokens, self.table_NLE, self.prior_LE, self.lookahead = tokens, table_NLE, prior_LE, lookahead
         self._lookahead = int(lookahead)
-        self._row_of = {int(token): row for row, token in enumerate(tokens)}
+        self._row_of = TokenRows(tokens)
 
     def score(self, history: History, layer: int, *, is_next_step: bool) -> F32:
         if is_next_step:
@@ -58,8 +69,8 @@ class LayerMlp(HistoryPredictor):
                 out[back] = history.last_LE[source]
         out[LAYERS_BEFORE] = history.last_LE[layer]
         out[LAYERS_BEFORE + 1] = history.heat_LE[layer]
-        row = self._row_of.get(history.token, NO_TOKEN)
-        out[LAYERS_BEFORE + 2] = self.prior_LE[layer] if row == NO_TOKEN else self.table_NLE[row, layer]
+        row = self._row_of(history.token)
+        out[LAYERS_BEFORE + 2] = self.prior_LE[layer] if row is None else self.table_NLE[row, layer]
         return out.ravel()
 
 
@@ -67,6 +78,7 @@ class WindowMlp(HistoryPredictor):
     """One tiny network for every expert of every layer, on the statistics of a window of 64 tokens and running averages; it
     forecasts use within the next ``horizon`` tokens."""
 
+    remembers = ALL_COLUMNS
     window = 64
     num_features = 4
     arrays: ClassVar = ("w1_FH", "b1_H", "w2_H", "b2", "horizon")
@@ -116,8 +128,8 @@ class Lstm(HistoryPredictor):
 
 class NextGate(Predictor):
     """A linear map from the hidden state at an earlier router to this layer's choice: the layer's own gate, corrected by
-    ridge regression (``sim.fit_networks.fit_next_gate``). ``matrix_LES`` works on sketches, or on the hidden state itself when
-    S is its width; row l of it belongs to the hidden state ``lookahead`` layers before l."""
+    ridge regression (``sim.fit_networks.fit_next_gate``). ``matrix_LES`` works on sketches; row l of it belongs to the hidden
+    state ``lookahead`` layers before l."""
 
     arrays: ClassVar = ("matrix_LES", "bias_LE", "lookahead", "num_experts_per_tok")
 
@@ -130,7 +142,10 @@ class NextGate(Predictor):
         self.num_experts_per_tok, self.calibration = num_experts_per_tok, calibration
         self._ahead, self._top = int(lookahead), int(num_experts_per_tok)
         self._sketches: dict[int, F32] = {}
-        self._projection: F32 | None = None
+
+    @property
+    def sketch_dims(self) -> int:
+        return int(self.matrix_LES.shape[2])
 
     def begin_step(self, sequence_T: object, token_T: object) -> None:
         self._sketches = {}
@@ -138,13 +153,8 @@ class NextGate(Predictor):
     def observe(self, layer: int, topk_expert_ids_TK: Array) -> None:
         pass
 
-    def observe_hidden(self, layer: int, hidden_TD: F32) -> None:
-        width, dims = hidden_TD.shape[1], self.matrix_LES.shape[2]
-        if width != dims:
-            if self._projection is None:
-                self._projection = sketch_matrix(width, dims)
-            hidden_TD = hidden_TD @ self._projection
-        self._sketches[layer] = hidden_TD
+    def observe_sketch(self, layer: int, sketch_TS: Array) -> None:
+        self._sketches[layer] = sketch_TS.astype(np.float32)
 
     def predict(self, layer: int) -> F32:
         sketch_TS = self._sketches.get(layer - self._ahead)

@@ -21,8 +21,8 @@ from numpy.typing import NDArray
 
 from tidegate.errors import CorruptFile, UsageError
 
-FORMAT_VERSION = 2
-_READABLE = (1, 2)  # 1 has no guesses
+FORMAT_VERSION = 3
+_READABLE = (1, 2, 3)  # 1 has no guesses, 2 no fingerprint
 CHUNK_ROWS = 4096
 _LARGEST_MEMBER_BYTES = 1 << 30
 _BROKEN = (ValueError, EOFError, OSError, NotImplementedError, RuntimeError, zipfile.BadZipFile, zlib.error)
@@ -34,7 +34,8 @@ class TraceMeta:
     """What a trace says about itself. ``expert_bytes`` (one packed expert) and ``fixed_bytes`` (all that was in memory
     beside expert slots) are 0 when unknown; ``sketch_dims`` is the width of the hidden-state sketches, ``guess_reach`` how many
     layers ahead prefetch looked, both 0 for none; ``guess_width`` how many experts it names each time at
-    most, ``guess_curves`` the odds that it started from, as Lookahead takes them."""
+    most, ``guess_curves`` the odds that it started from, as Lookahead takes them; ``fingerprint``, that of the
+    model's routers, is empty when unknown."""
 
     num_layers: int
     num_experts: int
@@ -46,6 +47,7 @@ class TraceMeta:
     guess_reach: int = 0
     guess_width: int = 0
     guess_curves: tuple[tuple[float, float, float], ...] = ()
+    fingerprint: str = ""
     version: int = FORMAT_VERSION
 
 
@@ -79,6 +81,20 @@ def sketch_matrix(hidden_size: int, sketch_dims: int) -> NDArray[np.float32]:
     return values / np.float32(sketch_dims**0.5)
 
 
+class Sketcher:
+    """float16 [T, sketch_dims] of float32 [T, D]: what traces keep of a router's input."""
+
+    def __init__(self, sketch_dims: int) -> None:
+        self.sketch_dims = sketch_dims
+        self._projection: Array | None = None
+
+    def __call__(self, hidden_TD: Array) -> Array:
+        if self._projection is None:
+            self._projection = sketch_matrix(hidden_TD.shape[1], self.sketch_dims)
+        sketch: Array = (hidden_TD @ self._projection).astype(np.float16)
+        return sketch
+
+
 class TraceWriter:
     """Streams a trace to ``path``: chunks of CHUNK_ROWS rows as members of a zip file, so memory stays bounded.
 
@@ -97,7 +113,7 @@ class TraceWriter:
         self._step: _Rows = {}
         self._layers: list[tuple[Array, Array, Array]] = []
         self._guesses, self._margins = np.empty(0, self._expert_dtype), np.empty(0, np.float16)
-        self._projection: Array | None = None
+        self._sketcher = Sketcher(meta.sketch_dims)
         self._num_rows = self._num_steps = self._num_chunks = 0
 
     @property
@@ -122,7 +138,12 @@ class TraceWriter:
     def record(self, topk_expert_ids_TK: Array, topk_weights_TK: Array, hidden_TD: Array | None = None) -> None:
         """Routing of the next MoE layer of the current step, and what its router saw (all copied)."""
         ids, weights = topk_expert_ids_TK.astype(self._expert_dtype), topk_weights_TK.astype(np.float16)
-        self._layers.append((ids, weights, self._sketch(hidden_TD, len(ids))))
+        if self.wants_hidden:
+            assert hidden_TD is not None
+            sketch = self._sketcher(hidden_TD)
+        else:
+            sketch = np.empty((len(ids), 0), np.float16)
+        self._layers.append((ids, weights, sketch))
 
     def record_guess(self, layer: int, distance: int, ranked_TG: Array, margins_TG: Array | None = None) -> None:
         """What prefetch takes ``layer`` to choose, ``distance`` layers before it, best first, and how sure it is (copied).
@@ -158,15 +179,6 @@ class TraceWriter:
         """Close without leaving anything behind."""
         self._zip.close()
         self._partial.unlink(missing_ok=True)
-
-    def _sketch(self, hidden_TD: Array | None, rows: int) -> Array:
-        dims = self.meta.sketch_dims
-        if not dims:
-            return np.empty((rows, 0), np.float16)
-        assert hidden_TD is not None
-        if self._projection is None:
-            self._projection = sketch_matrix(hidden_TD.shape[1], dims)
-        return (hidden_TD @ self._projection).astype(np.float16)
 
     def _add(self, rows: _Rows) -> None:
         self._done.append(rows)

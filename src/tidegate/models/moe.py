@@ -3,7 +3,8 @@
     route      the router chooses K experts for every token
     visit      the cache pins the ones that are here and starts loading the others
     shared     the shared expert is computed while they load
-    look ahead a guesser tells from this layer's hidden state what the next routers will choose; good guesses are loaded too
+    look ahead a guesser tells from this layer's hidden state what the next routers will choose, or a predictor tells it from what
+               they chose before; good guesses are loaded too
     moe        the backend computes hits first, then each miss as it arrives
 
 Experts outer, tokens inner: however many tokens the step has, an expert is loaded once for all of them. When the layer
@@ -15,6 +16,7 @@ T tokens of the step, D hidden, K experts per token.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import chain, repeat
@@ -22,6 +24,7 @@ from typing import Any, Generic, Protocol
 
 from tidegate.backends.base import A, Backend, ExpertSlots, F32Array, I32Array
 from tidegate.experts.cache import ExpertCache
+from tidegate.experts.foreseer import Foreseer
 from tidegate.experts.lookahead import RANK_CURVES, Curve, Lookahead
 from tidegate.models.guesses import Guess, Guesser, IdArray
 from tidegate.models.weights import MoeWeights
@@ -51,7 +54,8 @@ class Experts:
 
     ``trace``, if set, records the routing; whoever sets it begins and ends its steps around ``Decoder.forward``.
     ``lookahead``, if set, prefetches what ``guesser`` says; the decoder brings the routers' own gates if there is no other.
-    ``curves``: the odds that ``lookahead`` starts from.
+    ``curves``: the odds that ``lookahead`` starts from. ``foreseer``, if set, prefetches instead what a predictor says.
+    ``visit_ns`` is what cache and policy have cost so far, ``guess_ns`` what guesses and prefetch have.
     """
 
     cache: ExpertCache
@@ -61,15 +65,27 @@ class Experts:
     lookahead: Lookahead | None = None
     guesser: Guesser[Any] | None = None
     curves: Sequence[Curve] = RANK_CURVES
+    foreseer: Foreseer | None = None
+    visit_ns: int = 0
+    guess_ns: int = 0
+
+    def begin_rows(self, sequence_T: Sequence[int], token_T: Sequence[int]) -> None:
+        """The rows of a step that starts: sequence ids and input token ids."""
+        if self.foreseer is not None:
+            began_ns = time.perf_counter_ns()
+            self.foreseer.begin_step(sequence_T, token_T)
+            self.guess_ns += time.perf_counter_ns() - began_ns
 
     def begin_step(self, backend: Backend[A], x: A, num_rows: int) -> None:
         """``x``: the embedded tokens of a step that starts. Its first layers' experts may be on their way from here on."""
+        began_ns = time.perf_counter_ns()
         if self.lookahead is not None:
             self.lookahead.begin_step(num_rows)
         if self.wants_guesses and self.guesser is not None:
             mark = backend.mark()
             self.tell(self.guesser.before(x))
             backend.release(mark)
+        self.guess_ns += time.perf_counter_ns() - began_ns
 
     @property
     def wants_guesses(self) -> bool:
@@ -111,10 +127,14 @@ class MoeBlock(Generic[A]):
 
         rows = routing.topk_expert_ids_TK.tolist()
         needed = sorted(set().union(*rows))
+        began_ns = time.perf_counter_ns()
         placements = experts.cache.visit(weights.layer, needed, rows)
         try:
             first = next(placements)  # the loads are on their way from here on
-            self._look_ahead(x, residual, needed)
+            placed_ns = time.perf_counter_ns()
+            self._look_ahead(x, residual, routing.topk_expert_ids_TK, needed)
+            experts.visit_ns += placed_ns - began_ns
+            experts.guess_ns += time.perf_counter_ns() - placed_ns
             shared = self._shared(x)
             everything = chain((first,), placements)
             out = backend.moe(x, routing, self._layout, everything, experts.slots, self._activation)
@@ -127,8 +147,12 @@ class MoeBlock(Generic[A]):
             return backend.add(out, shared)
         return backend.add_gated(out, shared, x, weights.shared_gate)
 
-    def _look_ahead(self, x: A, residual: A, needed: list[int]) -> None:
+    def _look_ahead(self, x: A, residual: A, topk_expert_ids_TK: I32Array, needed: list[int]) -> None:
         experts, backend, layer = self._experts, self._backend, self._weights.layer
+        foreseer = experts.foreseer
+        if foreseer is not None:
+            sketch_TS = foreseer.sketch(backend.numpy(x)) if foreseer.wants_sketch else None
+            foreseer.after_route(layer, needed, topk_expert_ids_TK, sketch_TS)
         if experts.lookahead is not None:
             experts.lookahead.after_route(layer, needed)
         if experts.wants_guesses and experts.guesser is not None:

@@ -1,5 +1,5 @@
-"""What loads experts before they are needed in the simulator: a predictor with a Prefetcher, or the engine's own Lookahead on
-the guesses that the gates made while the trace was recorded."""
+"""What loads experts before they are needed in the simulator: the engine's own Lookahead, on the guesses that the gates made
+while the trace was recorded or on a predictor's, or a predictor with a fixed rule."""
 
 from __future__ import annotations
 
@@ -9,12 +9,14 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from tidegate.errors import UsageError
 from tidegate.experts.cache import ExpertCache
+from tidegate.experts.foreseer import Foreseer
 from tidegate.experts.lookahead import RANK_CURVES, Curve, Lookahead
-from tidegate.experts.predictor import Predictor
-from tidegate.experts.prefetch import Prefetcher, PrefetchOptions
+from tidegate.experts.predictor import Array, Predictor
 from tidegate.sim.clock import ClockLoader
 from tidegate.sim.oracle import Oracle
+from tidegate.sim.prefetcher import Prefetcher, PrefetchOptions
 from tidegate.sim.replay import Step
 
 
@@ -48,12 +50,58 @@ def make_ahead(
     options: PrefetchOptions,
     spend: Callable[[int], None],
 ) -> Ahead:
+    """Without a threshold in ``options`` as the engine does it."""
     if isinstance(foresight, Gates):
         return GatesAhead(cache, loader, foresight.curves or RANK_CURVES, spend)
-    return PredictorAhead(foresight, Prefetcher(cache, foresight, options), spend)
+    if options.threshold is None:
+        return PredictorAhead(foresight, cache, loader, options.staging - 1, spend)
+    return FixedAhead(foresight, Prefetcher(cache, foresight, options), spend)
+
+
+def _sketch_for(predictor: Predictor, step: Step, layer: int) -> Array | None:
+    """Raises UsageError if the trace has none, or others."""
+    wanted, found = predictor.sketch_dims, step.sketch_TLS.shape[2]
+    if wanted and wanted != found:
+        raise UsageError(
+            f"--predictor: needs what the routers saw in {wanted} numbers, and the trace has {found}; record it with "
+            f"--sketch {wanted}"
+        )
+    return step.sketch_TLS[:, layer] if wanted else None
 
 
 class PredictorAhead(Ahead):
+    """Drives a Foreseer as the engine does."""
+
+    def __init__(
+        self, predictor: Predictor, cache: ExpertCache, loader: ClockLoader, reach: int, spend: Callable[[int], None]
+    ) -> None:
+        self._predictor, self._cache, self._loader, self._reach, self._spend = predictor, cache, loader, reach, spend
+        self._foreseer: Foreseer | None = None
+
+    def begin_step(self, step: Step) -> None:
+        if self._foreseer is None:
+            per_token = step.experts_TLK.shape[2]
+            busy = self._loader.busy_ratio
+            self._foreseer = Foreseer(self._cache, self._predictor, per_token, busy, self._reach)
+        self._step = step
+        if isinstance(self._predictor, Oracle):
+            self._predictor.reveal(step.needed_L)
+        before = self._foreseer.predictions
+        self._foreseer.begin_step(step.sequence_T, step.token_T)
+        self._spend(self._foreseer.predictions - before)
+
+    def after_route(self, layer: int) -> None:
+        step, foreseer = self._step, self._foreseer
+        assert foreseer is not None
+        before = foreseer.predictions
+        sketch_TS = _sketch_for(self._predictor, step, layer) if foreseer.wants_sketch else None
+        foreseer.after_route(layer, step.needed_L[layer], step.experts_TLK[:, layer], sketch_TS)
+        self._spend(foreseer.predictions - before)
+
+
+class FixedAhead(Ahead):
+    """Drives a Prefetcher."""
+
     def __init__(self, predictor: Predictor, prefetcher: Prefetcher, spend: Callable[[int], None]) -> None:
         self._predictor, self._prefetcher, self._spend = predictor, prefetcher, spend
 
@@ -65,7 +113,7 @@ class PredictorAhead(Ahead):
 
     def after_route(self, layer: int) -> None:
         step, before = self._step, self._prefetcher.predictions
-        sketch_TS = step.sketch_TLS[:, layer] if step.sketch_TLS.shape[2] else None
+        sketch_TS = _sketch_for(self._predictor, step, layer)
         self._prefetcher.after_route(layer, step.experts_TLK[:, layer], sketch_TS)
         self._spend(self._prefetcher.predictions - before)
 

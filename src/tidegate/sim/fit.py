@@ -106,7 +106,7 @@ def _fit_next_gate(fitting: Rows, calibrating: Rows, lookahead: int, most_tokens
             if layer >= lookahead:
                 scores.append(predictor.predict(layer))
                 used.append(hot_TLE[t, layer])
-            predictor.observe_hidden(layer, calibrating.sketch_TLS[t : t + 1, layer].astype(np.float32))
+            predictor.observe_sketch(layer, calibrating.sketch_TLS[t : t + 1, layer])
     if scores:
         predictor.calibration = Calibration.fit(np.concatenate(scores), np.concatenate(used))
     return predictor

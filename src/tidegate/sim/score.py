@@ -84,7 +84,7 @@ def score_predictor(
                 for _ in cache.visit(layer, needed):
                     pass
                 if rows.sketch_TLS.shape[2]:
-                    predictor.observe_hidden(layer, rows.sketch_TLS[t : t + 1, layer].astype(np.float32))
+                    predictor.observe_sketch(layer, rows.sketch_TLS[t : t + 1, layer])
                 predictor.observe(layer, rows.experts_TLK[t : t + 1, layer])
             targets = (
                 range(min(lookahead, num_layers)) if layer < 0 else range(layer + lookahead, layer + lookahead + 1)

@@ -1,4 +1,4 @@
-"""Runs recorded routing against a clock: the engine's ExpertCache, Policy, Predictor and Prefetcher, and a channel.
+"""Runs recorded routing against a clock: the engine's ExpertCache, Policy, Predictor and Lookahead, and a channel.
 
 Per step and layer: the dense part computes, the router's choice becomes one visit of the cache, its loads go to the channel,
 and the experts compute in the order in which they arrive. Deterministic: equal inputs give equal numbers.
@@ -13,9 +13,9 @@ from tidegate.errors import UsageError
 from tidegate.experts.base import CacheCounters
 from tidegate.experts.cache import ExpertCache
 from tidegate.experts.policy import PolicyFactory
-from tidegate.experts.prefetch import PrefetchOptions
 from tidegate.sim.ahead import Ahead, Foresight, make_ahead
 from tidegate.sim.clock import ClockLoader
+from tidegate.sim.prefetcher import PrefetchOptions
 from tidegate.sim.replay import Step
 
 
@@ -93,8 +93,8 @@ def simulate(
     share: bool = False,
 ) -> Outcome:
     """Run all steps with ``capacities[l]`` slots in layer l, which is only how it starts with ``share``, and caches that are
-    empty at first. Without a predictor there are demand loads only; Gates is the engine's own prefetch, on the guesses of the
-    trace."""
+    empty at first. Without a predictor there are demand loads only; Gates are the guesses of the trace. Without ``prefetch``
+    it works as the engine's."""
     loader = ClockLoader(
         sum(capacities), profile.expert_bytes, profile.bandwidth_bytes_per_s, profile.latency_s,
         load_beside_ratio=profile.load_beside_ratio, compute_beside_ratio=profile.compute_beside_ratio,

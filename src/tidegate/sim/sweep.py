@@ -10,9 +10,9 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from tidegate.experts.policy import policy_factory
-from tidegate.experts.prefetch import PrefetchOptions
 from tidegate.sim.ahead import Foresight
 from tidegate.sim.belady import belady_hits
+from tidegate.sim.prefetcher import PrefetchOptions
 from tidegate.sim.replay import Step
 from tidegate.sim.simulate import Outcome, Profile, simulate
 
@@ -21,14 +21,14 @@ SCALE_BITS = 0.5
 
 @dataclass(frozen=True)
 class Configuration:
-    """One point of the grid. ``memory_bytes`` is 0 when slots were given instead."""
+    """One point of the grid. ``memory_bytes`` is 0 when slots were given instead; ``threshold`` None: the engine's own."""
 
     memory_bytes: int
     slots: tuple[int, ...]
     policy: str
     predictor: str
     staging: int
-    threshold: float
+    threshold: float | None
     bits: int
     batch: int
 
@@ -154,9 +154,11 @@ def _beats(other: tuple[float, float, int], one: tuple[float, float, int]) -> bo
 
 
 def run_flags(config: Configuration) -> str:
-    """The flags of ``tidegate run`` that give this configuration, as far as the engine has them: its prefetch is its own
-    (``gates``), its batch is who asks at the same time."""
+    """The flags of ``tidegate run`` that give this configuration, as far as the engine has them: it finds its own threshold, and
+    its batch is who asks at the same time."""
     parts = [f"--policy {config.policy}", "--prefetch off" if config.predictor == "none" else "--prefetch auto"]
+    if config.predictor not in ("none", "gates", "oracle"):
+        parts.append(f"--predictor {config.predictor}")
     if config.memory_bytes:
         gib, rest = divmod(config.memory_bytes, 1 << 30)
         parts.insert(0, f"--memory {config.memory_bytes}B" if rest else f"--memory {gib}GiB")

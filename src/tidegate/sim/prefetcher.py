@@ -1,6 +1,7 @@
-"""The Prefetcher: a predictor's probabilities become speculative loads when they pay.
+"""Prefetch by a fixed rule, to try out in the simulator what a threshold, more layers in work or more loads would do. The
+engine's own way, which learns its threshold, is ``experts.foreseer``.
 
-Plain Python; the engine and the simulator run this class. Legend: T rows of the step, K experts per token.
+Legend: T rows of the step, K experts per token.
 """
 
 from __future__ import annotations
@@ -12,22 +13,24 @@ import numpy as np
 
 from tidegate.errors import UsageError
 from tidegate.experts.cache import ExpertCache
+from tidegate.experts.lookahead import REACH
 from tidegate.experts.predictor import Array, Predictor
 
 
 @dataclass(frozen=True)
 class PrefetchOptions:
     """``staging`` layers are in work at once: 1 computes and loads one layer, 2 also loads the next (double buffering),
-    4 the next three. A load is worth its place above ``threshold``; at most ``most`` are issued a layer."""
+    4 the next three. A load is worth its place above ``threshold``; at most ``most`` are issued a layer. Without a threshold the
+    engine's Lookahead decides what is worth a load, and how many."""
 
-    staging: int = 2
-    threshold: float = 0.5
+    staging: int = REACH + 1
+    threshold: float | None = None
     most: int = 4
 
     def __post_init__(self) -> None:
         if not 1 <= self.staging <= 8:
             raise UsageError(f"--staging {self.staging}: 1 to 8 layers are allowed")
-        if not 0 <= self.threshold <= 1:
+        if self.threshold is not None and not 0 <= self.threshold <= 1:
             raise UsageError(f"--threshold {self.threshold}: a probability between 0 and 1 is allowed")
         if self.most < 1:
             raise UsageError(f"--most {self.most}: at least 1 is needed")
@@ -41,7 +44,9 @@ class Prefetcher:
     """
 
     def __init__(self, cache: ExpertCache, predictor: Predictor, options: PrefetchOptions) -> None:
+        assert options.threshold is not None
         self._cache, self._predictor, self._options = cache, predictor, options
+        self._threshold = options.threshold
         self._num_layers = predictor.num_layers
         self.predictions = 0
 
@@ -51,11 +56,11 @@ class Prefetcher:
         for layer in range(min(self._options.staging - 1, self._num_layers)):
             self._fill(layer)
 
-    def after_route(self, layer: int, topk_expert_ids_TK: Array, hidden_TD: Array | None = None) -> None:
-        """Call it when the layer's own loads are queued; ``hidden_TD`` is what its router saw, or a sketch of it."""
+    def after_route(self, layer: int, topk_expert_ids_TK: Array, sketch_TS: Array | None = None) -> None:
+        """Call it when the layer's own loads are queued; ``sketch_TS`` is of what its router saw."""
         self._cache.cancel_refuted(layer)
-        if hidden_TD is not None:
-            self._predictor.observe_hidden(layer, hidden_TD)
+        if sketch_TS is not None:
+            self._predictor.observe_sketch(layer, sketch_TS)
         self._predictor.observe(layer, topk_expert_ids_TK)
         for ahead in range(1, self._options.staging):
             self._fill((layer + ahead) % self._num_layers)
@@ -64,7 +69,7 @@ class Prefetcher:
         cache, options = self._cache, self._options
         probability_E = self._predictor.predict(layer)
         self.predictions += 1
-        likely = np.flatnonzero(probability_E >= options.threshold).tolist()
+        likely = np.flatnonzero(probability_E >= self._threshold).tolist()
         if not likely:
             return
         resident = cache.resident(layer)
