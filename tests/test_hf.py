@@ -167,6 +167,15 @@ BROKEN = {
     ),
     "backwards": ({"a": {"dtype": "F32", "shape": [4], "data_offsets": [16, 0]}}, "size of a"),
     "negative": ({"a": {"dtype": "F32", "shape": [-4], "data_offsets": [0, 16]}}, "header entry of a"),
+    "negative twice": ({"a": {"dtype": "F32", "shape": [-2, -2], "data_offsets": [0, 16]}}, "header entry of a"),
+    "a float beside the same integer": (
+        {n: {"dtype": "F32", "shape": [s], "data_offsets": [o, o + 8]} for n, s, o in (("a", 2, 0), ("b", 2.0, 8))},
+        "header entry of b",
+    ),
+    "true for 1": ({"a": {"dtype": "U8", "shape": [True, 16], "data_offsets": [False, 16]}}, "header entry of a"),
+    "three offsets": ({"a": {"dtype": "U8", "shape": [16], "data_offsets": [0, 16, 16]}}, "header entry of a"),
+    "a list for a dtype": ({"a": {"dtype": ["U8"], "shape": [16], "data_offsets": [0, 16]}}, "header entry of a"),
+    "text for an entry": ({"a": "U8"}, "header entry of a"),
     "no shape": ({"a": {"dtype": "F32", "data_offsets": [0, 16]}}, "header entry of a"),
     "extra bytes": ({"a": {"dtype": "F32", "shape": [3], "data_offsets": [0, 12]}}, "bytes behind the last tensor"),
 }

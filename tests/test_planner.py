@@ -92,6 +92,10 @@ def test_headers_of_full_size_equal_the_config(name: str, tmp_path: Path) -> Non
     planned = read_headers(str(tmp_path / "model"), DEFAULT)
     assert planned.source_bytes is not None
     assert sum(planned.source_bytes.values()) == total == 2 * count_parameters(model_config(keys))[0]
+    moe = planned.config.moe
+    assert moe is not None and planned.source_bytes["unused"] == 0
+    experts = planned.config.num_moe_layers * moe.num_experts * 3 * moe.expert_dim * planned.config.hidden_size
+    assert planned.source_bytes["routed experts"] == 2 * experts
     (tmp_path / "config.json").write_text(json.dumps(keys))
     alone = read_headers(str(tmp_path / "config.json"), DEFAULT)
     assert alone.packed_bytes == planned.packed_bytes

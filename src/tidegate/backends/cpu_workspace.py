@@ -6,6 +6,7 @@ T tokens of a step, R rows whose logits are wanted.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -105,21 +106,36 @@ class _Counter:
     def count(self) -> Activations:
         level, config, shape = self._level, self._config, self._shape
         level.matrix(shape.tokens, config.hidden_size)
-        moe_layer = 0
-        for layer, is_moe in enumerate(config.moe_layers):
+        for layer, layout, count in self._kinds_of_layers():
+            before = align_up(level.unshared_bytes, _ALIGNMENT)
             with level.scratch():
                 (self._latent if config.attention.is_mla else self._grouped)(f"layers.{layer}.")
             with level.scratch():
-                if is_moe:
-                    self._moe(f"layers.{layer}.", self._layouts[moe_layer])
-                    moe_layer += 1
+                if layout is not None:
+                    self._moe(f"layers.{layer}.", layout)
                 else:
                     self._mlp(f"layers.{layer}.", "gate_up", "down", config.dense_dim)
+            level.unshared_bytes += (count - 1) * (align_up(level.unshared_bytes, _ALIGNMENT) - before)
         level.matrix(shape.logit_rows, config.hidden_size)
         level.matrix(shape.logit_rows, config.hidden_size)
         head = self._dense["embed" if config.tied_embeddings else "head"]
         level.linear(head, shape.logit_rows, config.vocab_size, config.hidden_size)
         return Activations(level.peak_bytes, level.unshared_bytes)
+
+    def _kinds_of_layers(self) -> Iterator[tuple[int, ExpertLayout | None, int]]:
+        """A layer, its experts if it has some, and how many layers are like it: most models have one or two kinds."""
+        formats: list[list[tuple[str, Format]]] = [[] for _ in self._config.moe_layers]
+        for name, fmt in self._dense.items():
+            if name.startswith("layers."):
+                _, number, suffix = name.split(".")
+                formats[int(number)].append((suffix, fmt))
+        layouts = iter(self._layouts)
+        kinds = [
+            (next(layouts) if is_moe else None, tuple(found))
+            for is_moe, found in zip(self._config.moe_layers, formats, strict=True)
+        ]
+        for kind, count in Counter(kinds).items():
+            yield kinds.index(kind), kind[0], count
 
     def _grouped(self, prefix: str) -> None:
         level, att, tokens, hidden = self._level, self._config.attention, self._shape.tokens, self._config.hidden_size

@@ -81,6 +81,11 @@ class Checkpoint(ABC):
         the sizes in the headers."""
         return self.tensors[name].nbytes
 
+    @property
+    def total_bytes(self) -> int:
+        """Of all tensors, on disk."""
+        return sum(map(self.stored_bytes, self.tensors))
+
     @abstractmethod
     def tokenizer_json(self) -> str | None:
         """A `tokenizers` JSON document, taken from the folder or built from GGUF metadata; None if there is none."""

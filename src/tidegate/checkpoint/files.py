@@ -17,6 +17,11 @@ from tidegate.checkpoint.base import ByteArray
 from tidegate.errors import CheckpointError, CorruptFile, ReadFailed
 
 
+def cache_folder() -> Path:
+    """TIDEGATE_CACHE, or ~/.cache/tidegate: converted stores, and what was measured of this machine."""
+    return Path(os.environ.get("TIDEGATE_CACHE") or Path.home() / ".cache" / "tidegate").expanduser().absolute()
+
+
 class InputFile:
     """One open file. ``size_bytes`` is its size when it was opened."""
 

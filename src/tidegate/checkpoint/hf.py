@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 from functools import cached_property
 from math import prod
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
@@ -81,6 +82,10 @@ class HfCheckpoint(Checkpoint):
         scales = self._on_disk.get(f"{name}_scale_inv")
         return nbytes + (scales.nbytes if scales else 0)
 
+    @property
+    def total_bytes(self) -> int:
+        return sum(map(attrgetter("nbytes"), self._on_disk.values()))
+
     def native_format(self, name: str) -> Format | None:
         return _MXFP4 if self._info(name, self.tensors).dtype == "MXFP4" else None
 
@@ -151,12 +156,14 @@ class HfCheckpoint(Checkpoint):
     @cached_property
     def _is_plain(self) -> bool:
         """Whether every tensor on disk is one of the model's, as it is: no scales or blocks of their own."""
-        return not any(name.endswith(("_blocks", "_scales", "_scale_inv")) for name in self._on_disk)
+        names = "\n".join([*self._on_disk, ""])
+        return not any(f"{half}\n" in names for half in ("_blocks", "_scales", "_scale_inv"))
 
     def _add_shard(self, shard: str, header: dict[str, TensorInfo], weight_map: dict[str, str]) -> None:
-        for name in [name for name in header if weight_map.get(name, shard) != shard]:
-            del header[name]  # another shard has the copy that counts
-        for name in sorted(header.keys() & self._on_disk.keys()):
+        if not {shard, None}.issuperset(map(weight_map.get, header)):
+            for name in [name for name in header if weight_map.get(name, shard) != shard]:
+                del header[name]  # another shard has the copy that counts
+        for name in () if self._on_disk.keys().isdisjoint(header) else sorted(header.keys() & self._on_disk.keys()):
             path, other = header[name].path, self._on_disk[name].path
             raise BadTensor(f"{path}: {name} is a duplicate, {other.name} has it too")
         self._on_disk.update(header)

@@ -7,8 +7,6 @@ from pathlib import Path
 from typing import Literal
 
 from tidegate.checkpoint.base import Checkpoint
-from tidegate.checkpoint.gguf import GgufCheckpoint
-from tidegate.checkpoint.hf import HfCheckpoint
 from tidegate.errors import CheckpointError
 
 Kind = Literal["hf", "gguf", "store"]
@@ -57,7 +55,13 @@ def open_checkpoint(path: Path | str) -> Checkpoint:
     kind, found = detect(path)
     if kind == "store":
         raise CheckpointError(f"{found}: is a converted store already; open it with ExpertStore.open")
-    return GgufCheckpoint(found) if kind == "gguf" else HfCheckpoint(found)
+    if kind == "gguf":
+        from tidegate.checkpoint.gguf import GgufCheckpoint  # noqa: PLC0415  (only what is needed)
+
+        return GgufCheckpoint(found)
+    from tidegate.checkpoint.hf import HfCheckpoint  # noqa: PLC0415
+
+    return HfCheckpoint(found)
 
 
 def _is_repo_name(path: Path) -> bool:

@@ -5,7 +5,9 @@ Format: https://github.com/huggingface/safetensors. Everything in the header is 
 
 from __future__ import annotations
 
+from itertools import chain, repeat
 from math import prod
+from operator import itemgetter, sub
 from typing import Any
 
 from tidegate.checkpoint.base import TensorInfo
@@ -18,7 +20,7 @@ DTYPE_BYTES = {
 }  # fmt: skip
 _HEADER_LIMIT_BYTES = 100 << 20
 METADATA = "__metadata__"
-_INT = frozenset((int,))
+_INT, _TWO = frozenset((int,)), frozenset((2,))
 
 
 def read_header(file: InputFile) -> dict[str, TensorInfo]:
@@ -66,25 +68,30 @@ def _header(file: InputFile) -> tuple[dict[str, Any], int]:
 
 
 def _in_order(header: dict[str, Any], data_start: int, file: InputFile) -> dict[str, TensorInfo] | None:
-    """The tensors of a file as nearly all are: entries in the order of their data, a few shapes many times. None for any other
-    file, a bad one too: then every entry is looked at by itself."""
-    sizes: dict[tuple[str, tuple[int, ...]], int] = {}
-    tensors, path, end = {}, file.path, data_start
+    """The tensors of a file as nearly all are: entries in the order of their data, a few shapes many times. There may be tens of
+    thousands, so they are checked column by column. None for any other file, a bad one too: then every entry is looked at by
+    itself."""
+    entries = header.values()
     try:
-        for name, entry in header.items():
-            dtype, shape, (begin, stop) = entry["dtype"], tuple(entry["shape"]), entry["data_offsets"]
-            nbytes = sizes.get((dtype, shape))
-            if nbytes is None:
-                if not _INT.issuperset(map(type, shape)) or min(shape, default=0) < 0:
-                    return None
-                nbytes = sizes[dtype, shape] = prod(shape) * DTYPE_BYTES[dtype]
-            if type(begin) is not int or data_start + begin != end or stop - begin != nbytes:
-                return None
-            tensors[name] = TensorInfo(name, shape, dtype, path, end, nbytes)
-            end += nbytes
+        dtypes, shapes, spans = (list(map(itemgetter(key), entries)) for key in ("dtype", "shape", "data_offsets"))
+        shapes, numbers = list(map(tuple, shapes)), list(chain.from_iterable(spans))
+        starts, stops = numbers[::2], numbers[1::2]
+        sizes = list(map(sub, stops, starts))
+        usual = all(_has_size(*kind) for kind in set(zip(dtypes, shapes, sizes, strict=True)))
+        usual = usual and _TWO.issuperset(map(len, spans))
+        usual = usual and _INT.issuperset(map(type, chain(numbers, chain.from_iterable(shapes))))
     except (TypeError, KeyError, ValueError):
         return None
-    return tensors if end == file.size_bytes else None
+    end = stops[-1] if stops else 0
+    if not usual or starts != [0, *stops][: len(starts)] or data_start + end != file.size_bytes:
+        return None
+    columns = zip(header, shapes, dtypes, repeat(file.path), map(data_start.__add__, starts), sizes, strict=False)
+    return dict(zip(header, map(TensorInfo._make, columns), strict=True))
+
+
+def _has_size(dtype: str, shape: tuple[int, ...], nbytes: int) -> bool:
+    """Raises KeyError or TypeError for what cannot be."""
+    return min(shape, default=0) >= 0 and prod(shape) * DTYPE_BYTES[dtype] == nbytes
 
 
 def _tensor(name: str, entry: Any, data_start: int, file: InputFile) -> TensorInfo:

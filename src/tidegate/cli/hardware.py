@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Annotated
 
 from tidegate.backends.cuda.probe import measure_cuda, torch_with_cuda
-from tidegate.checkpoint.convert.cache import cache_folder
+from tidegate.checkpoint.files import cache_folder
 from tidegate.checkpoint.manifest import EXPERTS_FILE
 from tidegate.checkpoint.open import BUILTIN_NAME, BUILTIN_STORE
 from tidegate.cli.arguments import Argument, Flag

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
+from tidegate.checkpoint.inventory import count_parameters
 from tidegate.planner.advise import QUALITY_BOUND, Choice, rule_of_thumb
 from tidegate.planner.card import Card, expert_formats
 from tidegate.planner.device import NOTE, DevicePlan
@@ -46,11 +47,12 @@ def memory_rows(card: Card) -> list[Row]:
 
 def headline(card: Card) -> list[str]:
     """Model, disk, verdict."""
-    facts = card.to_json()
-    model = f"{facts['family']}, {_count(facts['parameters'])} parameters"
-    if facts["num_experts"]:
-        model += f", {_count(facts['active_parameters'])} active; {facts['num_moe_layers']} layers of {facts['num_experts']} "
-        model += f"experts, {facts['num_experts_per_tok']} a token"
+    config, moe = card.headers.config, card.headers.config.moe
+    total, active = count_parameters(config)
+    model = f"{config.family}, {_count(total)} parameters"
+    if moe:
+        model += f", {_count(active)} active; {config.num_moe_layers} layers of {moe.num_experts} experts, "
+        model += f"{moe.num_experts_per_tok} a token"
     lines = [f"{card.headers.path}: {model}", f"disk: {format_bytes(card.disk_bytes)} of store" + _source_note(card)]
     for kind in expert_formats(card.headers):
         lines.append(

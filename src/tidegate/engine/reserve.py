@@ -8,7 +8,7 @@ import os
 from collections.abc import Callable
 from pathlib import Path
 
-from tidegate.checkpoint.convert.cache import cache_folder
+from tidegate.checkpoint.files import cache_folder
 from tidegate.config import EngineOptions
 from tidegate.memory import probe
 from tidegate.memory.budget import Budget, budget_of_process

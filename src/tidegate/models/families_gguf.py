@@ -7,7 +7,6 @@ Rows of q and k stay in the file's order: where a converter permuted them for ro
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
 
 from tidegate.checkpoint.sources import ExpertSources, Part, Source
 from tidegate.models.families_weights import FamilyWeights, Wanted
@@ -97,19 +96,20 @@ class GgufWeights(FamilyWeights):
             return prefix + "attn_k_b.weight", (att.num_heads, att.kv_lora_rank, att.qk_nope_dim)
         return prefix + "attn_v_b.weight", (att.num_heads, att.v_head_dim, att.kv_lora_rank)
 
-    def layer_experts(self, decoder_layer: int) -> Iterator[Wanted]:
+    def layer_experts(self, decoder_layer: int) -> dict[str, tuple[int, ...]]:
         moe, d = self.config.moe, self.config.hidden_size
         assert moe is not None
         prefix, e, f = f"blk.{decoder_layer}.ffn_", moe.num_experts, moe.expert_dim
         shapes = {"gate_up": (2 * f, d), "gate": (f, d), "up": (f, d), "down": (d, f)}
-        kinds = self._kinds(prefix)
-        for kind in kinds:
+        out: dict[str, tuple[int, ...]] = {}
+        for kind in self._kinds(prefix):
             if f"{prefix}{kind}.0.weight" in self.checkpoint.tensors:
-                yield from ((f"{prefix}{kind}.{expert}.weight", shapes[kind]) for expert in range(e))
+                out.update((f"{prefix}{kind}.{expert}.weight", shapes[kind]) for expert in range(e))
             else:
-                yield f"{prefix}{kind}_exps.weight", (e, *shapes[kind])
+                out[f"{prefix}{kind}_exps.weight"] = (e, *shapes[kind])
             if moe.has_expert_bias:
-                yield f"{prefix}{kind}_exps.bias", (e, shapes[kind][0])
+                out[f"{prefix}{kind}_exps.bias"] = (e, shapes[kind][0])
+        return out
 
     def expert_of(self, decoder_layer: int, expert: int) -> ExpertSources:
         prefix = f"blk.{decoder_layer}.ffn_"

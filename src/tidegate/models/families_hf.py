@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from functools import cached_property
 
 from tidegate.checkpoint.sources import ExpertSources, Part, Source
 from tidegate.models.families_weights import FamilyWeights, Wanted
@@ -80,23 +80,31 @@ class HfWeights(FamilyWeights):
         names = {"granitemoe": "block_sparse_moe.router.layer.weight", "gpt_oss": "mlp.router.weight"}
         return names.get(self.config.family, "mlp.gate.weight")
 
-    def layer_experts(self, decoder_layer: int) -> Iterator[Wanted]:
+    def layer_experts(self, decoder_layer: int) -> dict[str, tuple[int, ...]]:
         moe, d = self.config.moe, self.config.hidden_size
         assert moe is not None
         e, f = moe.num_experts, moe.expert_dim
         if self.config.family == "gpt_oss":
+            out: dict[str, tuple[int, ...]] = {}
             base = f"model.layers.{decoder_layer}.mlp.experts."
             for name, rows, cols in (("gate_up_proj", 2 * f, d), ("down_proj", d, f)):
-                yield base + name, (e, rows, cols) if self._is_mxfp4(base + name) else (e, cols, rows)
-                yield f"{base}{name}_bias", (e, rows)
-            return
+                out[base + name] = (e, rows, cols) if self._is_mxfp4(base + name) else (e, cols, rows)
+                out[f"{base}{name}_bias"] = (e, rows)
+            return out
         gate_up, down = self._stacked_names(decoder_layer)
         if self._is_stacked(gate_up):
-            yield from ((gate_up, (e, 2 * f, d)), (down, (e, d, f)))
-            return
-        for expert in range(e):
-            gate, up, down = self._expert_names(decoder_layer, expert)
-            yield from ((gate, (f, d)), (up, (f, d)), (down, (d, f)))
+            return {gate_up: (e, 2 * f, d), down: (e, d, f)}
+        prefix = self._experts_prefix(decoder_layer)
+        return {prefix + name: shape for name, shape in self._expert_tensors.items()}
+
+    @cached_property
+    def _expert_tensors(self) -> dict[str, tuple[int, ...]]:
+        """Of every layer whose experts have tensors of their own, without its prefix."""
+        moe, d = self.config.moe, self.config.hidden_size
+        assert moe is not None
+        shapes = ((moe.expert_dim, d), (moe.expert_dim, d), (d, moe.expert_dim))
+        parts = list(zip(self._expert_parts(), shapes, strict=True))
+        return {f"{expert}.{part}.weight": shape for expert in range(moe.num_experts) for part, shape in parts}
 
     def expert_of(self, decoder_layer: int, expert: int) -> ExpertSources:
         if self.config.family == "gpt_oss":
@@ -104,7 +112,8 @@ class HfWeights(FamilyWeights):
         gate_up, down = self._stacked_names(decoder_layer)
         if self._is_stacked(gate_up):
             return self.stacked(gate_up, down, expert)
-        return ExpertSources(*(Source.of(name) for name in self._expert_names(decoder_layer, expert)))
+        prefix = f"{self._experts_prefix(decoder_layer)}{expert}."
+        return ExpertSources(*(Source.of(f"{prefix}{part}.weight") for part in self._expert_parts()))
 
     def is_ignored(self, tensor: str) -> bool:
         """A head that is tied anyway, layers of multi-token prediction behind the last one, old buffers."""
@@ -123,13 +132,13 @@ class HfWeights(FamilyWeights):
     def _is_stacked(self, gate_up: str) -> bool:
         return self.config.family == "granitemoe" or gate_up in self.checkpoint.tensors
 
-    def _expert_names(self, layer: int, expert: int) -> tuple[str, str, str]:
+    def _experts_prefix(self, layer: int) -> str:
+        block = "block_sparse_moe" if self.config.family in _BLOCK_SPARSE else "mlp"
+        return f"model.layers.{layer}.{block}.experts."
+
+    def _expert_parts(self) -> tuple[str, str, str]:
         """Gate, up, down of the layout with a tensor an expert."""
-        if self.config.family in _BLOCK_SPARSE:
-            prefix = f"model.layers.{layer}.block_sparse_moe.experts.{expert}."
-            return prefix + "w1.weight", prefix + "w3.weight", prefix + "w2.weight"
-        prefix = f"model.layers.{layer}.mlp.experts.{expert}."
-        return prefix + "gate_proj.weight", prefix + "up_proj.weight", prefix + "down_proj.weight"
+        return ("w1", "w3", "w2") if self.config.family in _BLOCK_SPARSE else ("gate_proj", "up_proj", "down_proj")
 
     def _gpt_oss_expert(self, prefix: str, e: int) -> ExpertSources:
         """Gate and up interleaved; transposed ([E, D, 2F]) in bf16, by rows ([E, 2F, D]) in MXFP4."""

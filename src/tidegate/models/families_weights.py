@@ -6,8 +6,8 @@ families_hf.py and families_gguf.py know the names. H heads, E experts, F expert
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
 from functools import cached_property
+from operator import attrgetter
 
 from tidegate.checkpoint.base import Checkpoint
 from tidegate.checkpoint.inventory import dense_tensors
@@ -32,8 +32,8 @@ class FamilyWeights(ABC):
         """The checkpoint tensors that, stacked by rows, make the dense tensor ``name`` (k_up, v_up: that hold it)."""
 
     @abstractmethod
-    def layer_experts(self, decoder_layer: int) -> Iterator[Wanted]:
-        """The tensors that hold the experts of a decoder layer."""
+    def layer_experts(self, decoder_layer: int) -> dict[str, tuple[int, ...]]:
+        """Names and shapes of the tensors that hold the experts of a decoder layer."""
 
     @abstractmethod
     def expert_of(self, decoder_layer: int, expert: int) -> ExpertSources:
@@ -63,23 +63,26 @@ class FamilyWeights(ABC):
         assert self.config.moe is not None
         if len(self._dtypes) == 1:
             return True
-        names = [name for name, shape in self._by_layer[self._decoder_layers[layer]] if len(shape) > 1]
+        experts = self.layer_experts(self._decoder_layers[layer])
+        names = [name for name, shape in experts.items() if len(shape) > 1]
         return len(names) < self.config.moe.num_experts or len({self.checkpoint.tensors[n].dtype for n in names}) == 1
 
     def check(self) -> None:
         """Every tensor the model needs is there with its shape, and none is left over that would change the answer.
         Raises BadTensor naming file, tensor, wanted and got."""
-        wanted, found = self.wanted, self.checkpoint.tensors.get
+        wanted, tensors = self.wanted, self.checkpoint.tensors
+        shapes = list(map(attrgetter("shape"), tensors.values()))
+        if len(wanted) == len(tensors) and list(map(wanted.get, tensors)) == shapes:  # nearly always, and sooner seen
+            self._dtypes = set(map(attrgetter("dtype"), tensors.values()))
+            return
         for name, shape in wanted.items():
-            info = found(name)
+            info = tensors.get(name)
             if info is None:
                 raise BadTensor(f"{self.checkpoint.path}: tensor {name} is missing, wanted {list(shape)}")
             if info.shape != shape:
                 raise BadTensor(f"{info.path}: {name}: wanted shape {list(shape)}, got {list(info.shape)}")
             self._dtypes.add(info.dtype)
-        if len(wanted) == len(self.checkpoint.tensors):
-            return
-        for name, info in self.checkpoint.tensors.items():
+        for name, info in tensors.items():
             if name not in wanted and not self.is_ignored(name):
                 family = self.config.family
                 raise BadTensor(
@@ -110,16 +113,11 @@ class FamilyWeights(ABC):
         )
 
     @cached_property
-    def _by_layer(self) -> dict[int, list[Wanted]]:
-        """``layer_experts`` of every MoE layer, by decoder layer."""
-        return {layer: list(self.layer_experts(layer)) for layer in self._decoder_layers}
-
-    @cached_property
     def wanted(self) -> dict[str, tuple[int, ...]]:
         """Every tensor that the model needs, and its shape: dense ones first, then layer by layer the experts'."""
         out = dict(wanted for name in self.shapes for wanted in self.whole_tensors(name))
         for layer in self._decoder_layers:
-            out.update(self._by_layer[layer])
+            out.update(self.layer_experts(layer))
         return out
 
     def _nope_rows(self, kv_b: str) -> Source:

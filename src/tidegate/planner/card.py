@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from tidegate.backends.cpu_workspace import Activations
 from tidegate.checkpoint.inventory import count_parameters, dense_tensors
 from tidegate.config import EngineOptions
-from tidegate.engine.build import Runtime
 from tidegate.engine.needs import PackedModel, Sizes, activations_of, alternatives, needs_of, sizes_of, with_chunk
 from tidegate.memory.budget import Budget
 from tidegate.memory.probe import ProcessMemory
@@ -19,7 +19,10 @@ from tidegate.planner.forecast import Forecast, make_forecast
 from tidegate.planner.headers import ModelHeaders
 from tidegate.planner.machine import RUNTIME_BYTES_PER_TOKEN, Machine, load_machine
 from tidegate.planner.owners import blob_parts
-from tidegate.planner.routing import HitRates, expected_hits, replayed_hits
+from tidegate.planner.routing import HitRates, expected_hits
+
+if TYPE_CHECKING:
+    from tidegate.engine.build import Runtime  # the engine and its libraries, which a plan can do without
 
 # Perplexity lost by rounding the routed experts, % (OLMoE-1B-7B, 1,024 examples; docs/planner.md).
 QUALITY_COST = {"f32": 0.0, "bf16": 0.0, "int8": 0.1, "int4": 1.6, "mxfp4": 2.3}
@@ -63,7 +66,7 @@ class Card:
             return "too small"
         return "fits" if self.plan.resident_ratio == 1 else "streams"
 
-    @property
+    @cached_property
     def activations(self) -> Activations:
         return activations_of(self.headers, self.sizes, self.threads)
 
@@ -170,6 +173,8 @@ def expected_process(machine: Machine, vocab_size: int) -> ProcessMemory:
 def hits_of(model: PackedModel, plan: Plan, options: EngineOptions, trace: Path | None) -> HitRates:
     """The hit rate of a plan: replayed from a trace, or from a curve."""
     if trace is not None and plan.slots:
+        from tidegate.planner.replayed import replayed_hits  # noqa: PLC0415  (the cache and the reader of traces)
+
         return replayed_hits(trace, plan.slots, plan.needs.num_experts, options.policy, options.sequences)
     return expected_hits(model.config.family, plan.resident_ratio)
 

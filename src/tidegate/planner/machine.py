@@ -13,7 +13,7 @@ from typing import Any
 
 import tidegate
 from tidegate.backends.cuda.probe import CudaRates
-from tidegate.checkpoint.convert.cache import cache_folder
+from tidegate.checkpoint.files import cache_folder
 from tidegate.memory.probe import machine_memory
 from tidegate.quant.formats import Format
 

@@ -61,12 +61,12 @@ def blob_parts(layout: ExpertLayout) -> dict[str, int]:
 
 def source_by_owner(checkpoint: Checkpoint, config: ModelConfig, weights: FamilyWeights) -> dict[str, int]:
     """Of the source's tensors; adds up to the sizes in its headers. ``weights`` has been checked."""
-    owners = dict.fromkeys(checkpoint.tensors, UNUSED) | dict.fromkeys(weights.wanted, ROUTED)
+    tensors, wanted = checkpoint.tensors, weights.wanted
+    owners = dict.fromkeys(tensors.keys() - wanted.keys() if len(tensors) > len(wanted) else (), UNUSED)
     for dense in dense_tensors(config):
-        for name, _ in weights.whole_tensors(dense.name):
-            owners[name] = owner_of(dense.name)
+        owners |= {name: owner_of(dense.name) for name, _ in weights.whole_tensors(dense.name)}
     out = dict.fromkeys((EMBEDDINGS, ATTENTION, NORMS, ROUTERS, SHARED, FEED_FORWARD, ROUTED, UNUSED), 0)
-    stored_bytes = checkpoint.stored_bytes
     for name, owner in owners.items():
-        out[owner] += stored_bytes(name)
+        out[owner] += checkpoint.stored_bytes(name)
+    out[ROUTED] = checkpoint.total_bytes - sum(out.values())
     return out

@@ -6,16 +6,9 @@ documents, ``HARD`` 64 experts with 6 a token over short unrelated prompts. Betw
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from itertools import pairwise
-from pathlib import Path
-
-from tidegate.errors import UsageError
-from tidegate.experts.cache import ExpertCache
-from tidegate.experts.policy import policy_factory
-from tidegate.experts.trace import TraceReader
-from tidegate.sim.replay import InstantLoader, whole_steps
 
 Curve = tuple[tuple[float, float], ...]  # (share resident, hit rate), ascending
 EASY: Curve = (
@@ -51,32 +44,6 @@ def expected_hits(family: str, resident_ratio: float) -> HitRates:
     if curve is not None:
         return HitRates(_at(curve, resident_ratio), low, high, f"curve of {family}")
     return HitRates((low + high) / 2, low, high, "default curve; record one with tidegate trace")
-
-
-def replayed_hits(trace: Path, slots: Sequence[int], num_experts: int, policy: str, sequences: int) -> HitRates:
-    """By replaying a recorded trace through the engine's own cache; steps of prompts warm it, only those of up to
-    ``sequences`` tokens count. Raises UsageError for a trace of another model or without such steps, CorruptFile."""
-    reader = TraceReader(trace)
-    if (reader.meta.num_layers, reader.meta.num_experts) != (len(slots), num_experts):
-        raise UsageError(
-            f"--trace {trace}: recorded with {reader.meta.num_layers} layers of {reader.meta.num_experts} experts; "
-            f"this model has {len(slots)} of {num_experts}"
-        )
-    cache = ExpertCache(slots, num_experts, policy_factory(policy), InstantLoader(), share=True)
-    visits = misses = events = 0
-    for step in whole_steps(reader):
-        before = cache.counters.misses
-        for layer, needed in enumerate(step.needed_L):
-            for _ in cache.visit(layer, needed, step.experts_TLK[:, layer].tolist()):
-                pass
-        if len(step.experts_TLK) <= sequences:
-            events += len(slots)
-            visits += sum(map(len, step.needed_L))
-            misses += cache.counters.misses - before
-    if not visits:
-        raise UsageError(f"--trace {trace}: has no step of up to {sequences} tokens; record one with --answer 64")
-    rate = 1 - misses / visits
-    return HitRates(rate, rate, rate, f"replay of {trace.name}", visits / events)
 
 
 def _at(curve: Curve, x: float) -> float:

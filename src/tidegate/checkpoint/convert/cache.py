@@ -3,19 +3,14 @@
 from __future__ import annotations
 
 import fcntl
-import os
 from collections.abc import Callable
 from pathlib import Path
 
 from tidegate.checkpoint.convert.options import ConvertOptions, fingerprint
 from tidegate.checkpoint.convert.write import Progress, convert
+from tidegate.checkpoint.files import cache_folder
 from tidegate.checkpoint.open import detect
 from tidegate.errors import CheckpointError
-
-
-def cache_folder() -> Path:
-    """TIDEGATE_CACHE, or ~/.cache/tidegate."""
-    return Path(os.environ.get("TIDEGATE_CACHE") or Path.home() / ".cache" / "tidegate").expanduser().absolute()
 
 
 def cached_store(
