@@ -12,9 +12,13 @@ namespace {
 constexpr std::int64_t kChunkBytes = 96 << 10;
 // Experts are computed together until they have this many pairs, which bounds the memory for gathered inputs.
 constexpr std::int64_t kBatchPairs = 1024;
+// Rows of the hidden layer that are computed, activated and prepared together. Gate and up are two places in memory, and each
+// change between them costs a few misses: weights that are read once come in blocks as large as lets every thread have some.
+// Weights that several tiles of tokens pass over should stay in a near cache.
 constexpr int kMinBlockRows = 32;
-constexpr int kMaxBlockRows = 128;
-static_assert(kMaxBlockRows >= kMaxGroup);
+constexpr int kMaxBlockRows = 256;
+constexpr int kBlocksPerThread = 4;
+static_assert(kMaxBlockRows % kMaxGroup == 0);
 
 // Threads must not be woken for less than this many numbers.
 constexpr std::int64_t kSerialNumbers = 16 << 10;
@@ -55,7 +59,6 @@ MoeStep::MoeStep(Compute& compute, const Matrix& x, const std::int32_t* ids, con
                  std::int64_t experts_per_token, const ExpertLayout& layout, const ActivationParams& activation)
     : compute_(compute), kernels_(kernels(compute.isa)), tile_shape_(narrower_shape(kernels_, layout)), tokens_(x.rows),
       experts_per_token_(experts_per_token), weights_(weights), layout_(layout), activation_(activation),
-      block_rows_(std::max(kMinBlockRows, layout.down_format.group)),
       out_(compute.workspace.matrix(checked(x, layout).rows, x.cols)), mark_(compute.workspace.mark()),
       pairs_(compute.workspace.array<float>(x.rows * experts_per_token * x.cols)),
       inputs_(PreparedRows::of(compute, layout.format, x, x.cols, {})) {
@@ -131,11 +134,12 @@ void MoeStep::compute_batch(std::vector<Expert>& batch) {
           at(e).gathered.copy_row(inputs_, at(e).pairs[i] / experts_per_token_, i);
     });
   // One barrier for all experts after the hidden layer and one after the output, not two an expert.
-  const std::int64_t blocks = (layout_.expert_dim + block_rows_ - 1) / block_rows_;
-  const std::int64_t block_bytes = 2 * block_rows_ / kPanelRows * layout_.format.panel_bytes(layout_.hidden_size);
+  const std::int64_t block_rows = block_rows_of(batch);
+  const std::int64_t blocks = (layout_.expert_dim + block_rows - 1) / block_rows;
+  const std::int64_t block_bytes = 2 * block_rows / kPanelRows * layout_.format.panel_bytes(layout_.hidden_size);
   compute_.pool.parallel_for(num_experts * blocks, std::max<std::int64_t>(1, kChunkBytes / std::max<std::int64_t>(1, block_bytes)),
                              [&](std::int64_t begin, std::int64_t end, int) {
-                               for (std::int64_t i = begin; i < end; ++i) hidden_block(at(i / blocks), i % blocks);
+                               for (std::int64_t i = begin; i < end; ++i) hidden_block(at(i / blocks), i % blocks * block_rows, block_rows);
                              });
   const std::int64_t panels = (layout_.hidden_size + kPanelRows - 1) / kPanelRows;
   const std::int64_t panel_bytes = layout_.down_format.panel_bytes(layout_.expert_dim);
@@ -149,14 +153,21 @@ void MoeStep::compute_batch(std::vector<Expert>& batch) {
   });
 }
 
+std::int64_t MoeStep::block_rows_of(const std::vector<Expert>& batch) const {
+  const std::int64_t unit = std::max(kMinBlockRows, layout_.down_format.group);
+  if (std::any_of(batch.begin(), batch.end(), [](const Expert& expert) { return expert.num_tiles() > 1; })) return unit;
+  const auto all_rows = static_cast<std::int64_t>(batch.size()) * layout_.expert_dim;
+  const std::int64_t fair = all_rows / (kBlocksPerThread * compute_.pool.threads());
+  return std::clamp<std::int64_t>(fair / unit * unit, unit, kMaxBlockRows);
+}
+
 Tile MoeStep::input_tile(const Expert& expert, std::int64_t t) const {
   return expert.count == 1 ? inputs_.tile(expert.pairs[0] / experts_per_token_) : expert.gathered.tile(t);
 }
 
-// Rows [block * block_rows_, ...) of the hidden layer: gate, up, activation, and ready for the down projection.
-void MoeStep::hidden_block(const Expert& expert, std::int64_t block) const {
-  const std::int64_t first_row = block * block_rows_;
-  const std::int64_t rows = std::min<std::int64_t>(block_rows_, layout_.expert_dim - first_row);
+// Up to `block_rows` rows of the hidden layer: gate, up, activation, and ready for the down projection.
+void MoeStep::hidden_block(const Expert& expert, std::int64_t first_row, std::int64_t block_rows) const {
+  const std::int64_t rows = std::min(block_rows, layout_.expert_dim - first_row);
   const std::int64_t panels = (rows + kPanelRows - 1) / kPanelRows;
   const Walk walk(layout_.format, layout_.hidden_size, expert.count, expert.num_tiles());
   alignas(64) float gate[kMaxTileTokens * kMaxBlockRows], up[kMaxTileTokens * kMaxBlockRows];
@@ -165,7 +176,7 @@ void MoeStep::hidden_block(const Expert& expert, std::int64_t block) const {
     job.k = layout_.format.padded_k(layout_.hidden_size);
     job.group = layout_.format.group;
     job.tile = input_tile(expert, t);
-    job.out_stride = block_rows_;
+    job.out_stride = block_rows;
     job.prefetch_lines = walk.prefetch_lines;
     // Step i makes a panel of gate (part 0) or up (part 1): gate and up together, or first all of gate, then all of up.
     for (std::int64_t i = 0; i < 2 * panels; i += walk.panels) {
@@ -183,13 +194,13 @@ void MoeStep::hidden_block(const Expert& expert, std::int64_t block) const {
       multiply_tile(kernels_, layout_.format, job, walk.panels);
     }
     if (layout_.has_bias) {
-      add_bias(gate, block_rows_, job.tile.tokens, bias_at(expert.blob, layout_, 0) + first_row, rows);
-      add_bias(up, block_rows_, job.tile.tokens, bias_at(expert.blob, layout_, 1) + first_row, rows);
+      add_bias(gate, block_rows, job.tile.tokens, bias_at(expert.blob, layout_, 0) + first_row, rows);
+      add_bias(up, block_rows, job.tile.tokens, bias_at(expert.blob, layout_, 1) + first_row, rows);
     }
     const Tile hidden = expert.hidden.tile(t);
     for (int m = 0; m < job.tile.tokens; ++m) {
-      kernels_.activate(activation_, gate + m * block_rows_, up + m * block_rows_, rows);
-      kernels_.prepare(layout_.down_format, gate + m * block_rows_, first_row, rows, hidden, m);
+      kernels_.activate(activation_, gate + m * block_rows, up + m * block_rows, rows);
+      kernels_.prepare(layout_.down_format, gate + m * block_rows, first_row, rows, hidden, m);
     }
   }
 }

@@ -38,7 +38,8 @@ class MoeStep {
   struct Expert;
   void compute_batch(std::vector<Expert>& batch);
   Tile input_tile(const Expert& expert, std::int64_t t) const;
-  void hidden_block(const Expert& expert, std::int64_t block) const;
+  std::int64_t block_rows_of(const std::vector<Expert>& batch) const;
+  void hidden_block(const Expert& expert, std::int64_t first_row, std::int64_t block_rows) const;
   void down_panels(const Expert& expert, std::int64_t begin, std::int64_t end) const;
 
   Compute& compute_;
@@ -48,7 +49,6 @@ class MoeStep {
   const float* const weights_;
   const ExpertLayout layout_;
   const ActivationParams activation_;
-  const int block_rows_;  // rows of the hidden layer that are computed, activated and prepared together
   const Matrix out_;
   const std::size_t mark_;
   float* const pairs_;                    // [T * K, D]

@@ -1,5 +1,6 @@
-// The one thread pool of the process. N threads including the caller of parallel_for; work is claimed in small chunks, so
-// a thread that loses its core delays the others by one chunk at most, never by a static share of the work.
+// The one thread pool of the process. N threads including the caller of parallel_for. Each starts on its own contiguous
+// share of the work, so that it reads one stream of memory, and claims it in small chunks; a thread that is done takes half
+// of what another one has left. So a thread that loses its core delays the others by one chunk at most.
 #pragma once
 #include <atomic>
 #include <cstdint>
@@ -36,11 +37,18 @@ class Pool {
 
   void run(std::int64_t count, std::int64_t grain, Call call, void* self);
   bool work_one(int thread);
+  bool claim_and_run(std::size_t thread, std::size_t from);
+  bool has_work() const;
   void worker(int thread);
 
-  // (job number << 32) | chunks not yet claimed. A claim is a compare-and-swap of the whole word, so it succeeds only
-  // while that very job has unclaimed chunks, which is exactly while the fields of `job_` are stable.
-  alignas(64) std::atomic<std::uint64_t> ticket_{0};
+  // What a thread has left of the current job: (job number << 32) | first chunk << 16 | end. Every claim is a compare-and-
+  // swap of the whole word, so it succeeds only while that very job has unclaimed chunks, which is exactly while the fields
+  // of `job_` are stable. A word that is empty belongs to its thread; between jobs, to run().
+  struct alignas(64) Share {
+    std::atomic<std::uint64_t> word{0};
+  };
+  std::vector<Share> shares_;
+  std::uint64_t job_number_ = 0;
   alignas(64) std::atomic<std::uint32_t> unfinished_{0};  // chunks of the current job that are not done
   alignas(64) std::atomic<std::uint32_t> wakeups_{0};     // what idle workers sleep on
   std::atomic<int> sleepers_{0};
