@@ -11,7 +11,7 @@ from stores import deepseek_config, qwen_config, write_store
 from tidegate import _core
 from tidegate.checkpoint.store import ExpertStore
 from tidegate.cli import main
-from tidegate.errors import CorruptFile, UsageError
+from tidegate.errors import BudgetTooSmall, CorruptFile, UsageError
 from tidegate.experts.cache import ExpertCache
 from tidegate.experts.gates_file import fingerprint
 from tidegate.experts.loader import NativeLoader
@@ -134,6 +134,15 @@ def test_its_bytes_are_in_the_plan_and_the_ledger(fitted: tuple[Path, dict[str, 
     assert plain.predictor_heap_bytes == 0 < needs.predictor_heap_bytes < needs.fixed_bytes
     with load_model(store, predictor=predictor) as model:  # everything fits: nothing to foresee
         assert model.runtime.experts.foreseer is None and model.runtime.experts.lookahead is None
+
+
+def test_a_budget_that_is_too_small_names_the_way_without_it(fitted: tuple[Path, dict[str, str]]) -> None:
+    store, files = fitted
+    with load_model(store) as model:
+        enough = model.plan.needs.smallest_bytes
+    load_model(store, memory=enough).close()
+    with pytest.raises(BudgetTooSmall, match=r"--predictor gates"):
+        load_model(store, memory=enough, predictor=files["mlp"])
 
 
 def test_what_cannot_be_used_is_named(

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import json
+import random
 from typing import Annotated, Any
-
-import numpy as np
 
 from tidegate.cli.arguments import Argument, Flag
 from tidegate.cli.options import flags
@@ -50,7 +49,7 @@ def command(
 
 def _observe(runtime: Runtime, prompt: int, answer: int) -> Observed:
     others = OtherWork()
-    ids = np.random.default_rng(0).integers(0, runtime.config.vocab_size, prompt + answer).tolist()
+    ids = random.Random(0).choices(range(runtime.config.vocab_size), k=prompt + answer)
     found = measure(runtime, make_card(runtime, prompt + answer), ids, prompt)
     counters, stats = found.decode.counters, runtime.stats()
     _largest_step(runtime, ids)

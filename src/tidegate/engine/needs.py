@@ -14,7 +14,7 @@ from tidegate.backends.cpu_workspace import Activations, StepShape, activations
 from tidegate.checkpoint.manifest import ALIGNMENT, DenseEntry, lay_out
 from tidegate.checkpoint.store import ExpertStore
 from tidegate.config import EngineOptions
-from tidegate.engine.predictors import choose_predictor
+from tidegate.engine.predictors import PredictorChoice, choose_predictor
 from tidegate.errors import UsageError
 from tidegate.memory.arena import PAGE_BYTES
 from tidegate.memory.probe import ProcessMemory
@@ -79,7 +79,7 @@ def needs_of(store: PackedModel, options: EngineOptions, process: ProcessMemory,
     """``process``: a measurement after everything that is loaded before the arena; ``threads``: those that compute."""
     config, moe = store.config, store.config.moe
     sizes = sizes_of(config, options)
-    predictor = choose_predictor(config, options, store if isinstance(store, ExpertStore) else None)
+    predictor = _predictor(store, options)
     new_threads = threads - 1 + (options.io_threads if store.layouts else 0)
     growth = GROWTH_BYTES + new_threads * THREAD_BYTES + config.num_layers * OBJECT_BYTES_PER_LAYER
     growth += sizes.sequences * sizes.context_tokens * OBJECT_BYTES_PER_TOKEN
@@ -150,6 +150,9 @@ def alternatives(
         [Alternative("--sequences 1", model, replace(options, sequences=1))],
         [Alternative("--kv f16", model, replace(options, kv="f16"))],
     ]
+    predictor = _predictor(model, options)
+    if predictor.arena_bytes or predictor.heap_bytes:
+        families.append([Alternative("--predictor gates", model, replace(options, predictor="gates"))])
     out = []
     for family in families:
         tried = [way for way in family if way.options != options]
@@ -191,6 +194,10 @@ def _halvings(start: int, floor: int) -> list[int]:
         start //= 2
         out.append(start)
     return out
+
+
+def _predictor(model: PackedModel, options: EngineOptions) -> PredictorChoice:
+    return choose_predictor(model.config, options, model if isinstance(model, ExpertStore) else None)
 
 
 def activations_of(store: PackedModel, sizes: Sizes, threads: int) -> Activations:

@@ -10,7 +10,8 @@ from pathlib import Path
 from tidegate.checkpoint.store import ExpertStore
 from tidegate.config import EngineOptions
 from tidegate.errors import UsageError
-from tidegate.experts.gates_file import GatesFile, find_gates, fingerprint
+from tidegate.experts.foreseer import pending_bytes
+from tidegate.experts.gates_file import GatesFile, find_gates, fingerprint, open_gates
 from tidegate.experts.predictor import Predictor
 from tidegate.experts.predictor_file import PREDICTORS, UNFITTED, PredictorFile, make_unfitted, refuse_unfitted
 from tidegate.model_config import ModelConfig
@@ -35,8 +36,8 @@ class PredictorChoice:
 
 
 def choose_predictor(config: ModelConfig, options: EngineOptions, store: ExpertStore | None) -> PredictorChoice:
-    """Reads headers only; ``store`` is None for a model that is not converted yet. Raises UsageError for an option that has no
-    effect and for a file that is missing or of another model, CorruptFile."""
+    """Reads headers only. ``store`` is None for a model that is not converted yet, whose routers nobody knows. Raises UsageError
+    for an option that has no effect and for a file that is missing or of another model, CorruptFile."""
     name, moe = options.predictor, config.moe
     if moe is None or options.prefetch == "off":
         if name == "auto":
@@ -51,17 +52,15 @@ def choose_predictor(config: ModelConfig, options: EngineOptions, store: ExpertS
         kind, nbytes = name, 0
         make: Callable[[], Predictor] = partial(make_unfitted, name, layers, num_experts)
     elif _is_gates_file(Path(name)):
-        if store is None:
-            raise UsageError(f"--predictor {name}: belongs to a converted model; run tidegate convert first")
-        return PredictorChoice(find_gates(store, name))
+        return PredictorChoice(find_gates(store, name) if store else open_gates(Path(name), config))
     else:
         file = PredictorFile.open(Path(name))
         file.check(layers, num_experts, fingerprint(store) if store else "")
         kind, make, nbytes = file.kind, file.load, file.arrays_bytes
         if file.sketch_dims:
             nbytes += 4 * config.hidden_size * file.sketch_dims + _RANDOM_BYTES
-    history_bytes = PREDICTORS[kind].history_bytes(layers, num_experts, per_token)
-    return PredictorChoice(None, make, nbytes + options.sequences * history_bytes)
+    nbytes += options.sequences * PREDICTORS[kind].history_bytes(layers, num_experts, per_token)
+    return PredictorChoice(None, make, nbytes + pending_bytes(layers, per_token))
 
 
 def _is_gates_file(path: Path) -> bool:

@@ -10,7 +10,7 @@ from collections.abc import Callable, Collection, Sequence
 import numpy as np
 
 from tidegate.experts.cache import ExpertCache
-from tidegate.experts.lookahead import REACH, Curve, Lookahead
+from tidegate.experts.lookahead import MOST_ROWS, REACH, Curve, Lookahead
 from tidegate.experts.predictor import Array, Predictor
 from tidegate.experts.trace import Sketcher
 
@@ -18,6 +18,22 @@ from tidegate.experts.trace import Sketcher
 PROBABILITY_CURVE: Curve = (1.0, 0.0, 0.0)
 # Less probable ones are not named; nor are more than NAMED times as many as a row uses.
 _LEAST, _MOST, NAMED = 1 / 64, 1 - 1 / 4096, 2
+# Steps without guesses are kept and told to the predictor together, which costs a fraction of one by one.
+PENDING_STEPS = 32
+_ARRAY_BYTES = 128  # of Python's, an array
+
+
+def pending_bytes(num_layers: int, num_experts_per_tok: int) -> int:
+    """What a Foreseer keeps of steps without guesses, at most."""
+    return PENDING_STEPS * num_layers * (_ARRAY_BYTES + 4 * MOST_ROWS * num_experts_per_tok)
+
+
+class _Step:
+    """Rows of a step, and so far what the routers chose for them."""
+
+    def __init__(self, sequence_T: Sequence[int], token_T: Sequence[int]) -> None:
+        self.sequence_T, self.token_T = sequence_T, token_T
+        self.layers: list[Array] = []
 
 
 class Foreseer:
@@ -39,6 +55,8 @@ class Foreseer:
         self.sketch = Sketcher(predictor.sketch_dims)
         self._reach, self._per_row = reach, NAMED * experts_per_token
         self._num_named = 0
+        self._pending: list[_Step] = []
+        self._is_pending = False
 
     @property
     def wants_sketch(self) -> bool:
@@ -46,10 +64,17 @@ class Foreseer:
         return self.lookahead.wants_guesses and self.predictor.sketch_dims > 0
 
     def begin_step(self, sequence_T: Sequence[int], token_T: Sequence[int]) -> None:
-        """A forward pass over these rows starts: sequence ids and input token ids."""
-        self.lookahead.begin_step(len(token_T))
+        """A forward pass over these rows starts: sequence ids and input token ids (kept)."""
+        lookahead, rows = self.lookahead, len(token_T)
+        lookahead.begin_step(rows)
+        self._is_pending = not lookahead.wants_guesses and rows <= MOST_ROWS and len(self._pending) < PENDING_STEPS
+        if self._is_pending:
+            self._pending.append(_Step(sequence_T, token_T))
+            return
+        if self._pending:
+            self._catch_up()
         self.predictor.begin_step(sequence_T, token_T)
-        self._num_named = self._per_row * len(token_T)
+        self._num_named = self._per_row * rows
         self._foresee(-1)
 
     def after_route(
@@ -57,10 +82,26 @@ class Foreseer:
     ) -> None:
         """What the router of ``layer`` chose, and if wanted a sketch of what it saw."""
         self.lookahead.after_route(layer, needed)
+        if self._is_pending:
+            self._pending[-1].layers.append(topk_expert_ids_TK.copy())
+            return
         if sketch_TS is not None:
             self.predictor.observe_sketch(layer, sketch_TS)
         self.predictor.observe(layer, topk_expert_ids_TK)
         self._foresee(layer)
+
+    def _catch_up(self) -> None:
+        """Tell the predictor of the steps that it was not asked in, a sequence's rows together; not of one that failed."""
+        steps = [step for step in self._pending if len(step.layers) == self.predictor.num_layers]
+        self._pending = []
+        if not steps:
+            return
+        sequence_T = np.concatenate([step.sequence_T for step in steps])
+        order = np.argsort(sequence_T, kind="stable")
+        tokens_T = np.concatenate([step.token_T for step in steps])[order]
+        self.predictor.begin_step(sequence_T[order].tolist(), tokens_T.tolist())
+        for layer, parts in enumerate(zip(*(step.layers for step in steps), strict=True)):
+            self.predictor.observe(layer, np.concatenate(parts)[order])
 
     def _foresee(self, layer: int) -> None:
         """``layer`` -1: before the first."""

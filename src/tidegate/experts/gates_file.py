@@ -25,6 +25,7 @@ from tidegate.checkpoint.safetensors import METADATA, read_header, read_metadata
 from tidegate.checkpoint.store import ExpertStore
 from tidegate.errors import CorruptFile, UsageError
 from tidegate.experts.lookahead import REACH, Curve
+from tidegate.model_config import ModelConfig
 from tidegate.quant.formats import Format
 from tidegate.quant.native import pack
 from tidegate.units import align_up
@@ -48,6 +49,8 @@ class GatesFile:
     """An open predictor; its matrices are still on disk."""
 
     path: Path
+    model: str
+    fingerprint: str
     curves: tuple[Curve, ...]
     nbytes: int
     _tensors: dict[str, TensorInfo]
@@ -76,10 +79,21 @@ def fingerprint(store: ExpertStore) -> str:
 
 def find_gates(store: ExpertStore, option: str) -> GatesFile | None:
     """``option`` is that of --predictor: "auto" takes the file in the store's folder if there is one, "gates" none; anything else
-    is a path. Raises UsageError for a missing file and for one that was fitted to another model, CorruptFile."""
+    is a path. Raises as ``open_gates``, and UsageError for a file that was fitted to another model."""
     path = store.path / PREDICTOR_FILE if option == "auto" else Path(option)
     if option == "gates" or store.config.moe is None or (option == "auto" and not path.exists()):
         return None
+    gates = open_gates(path, store.config)
+    if gates.fingerprint != fingerprint(store):
+        raise UsageError(
+            f"{path}: was fitted to {gates.model} (routers {gates.fingerprint}), not to {store.path} "
+            f"({fingerprint(store)}); run tidegate fit-predictor on this model, or use --predictor gates"
+        )
+    return gates
+
+
+def open_gates(path: Path, config: ModelConfig) -> GatesFile:
+    """Of whichever model has this config. Raises UsageError for a missing file, CorruptFile."""
     if not path.is_file():
         raise UsageError(
             f"--predictor {path}: no such file; make one with tidegate fit-predictor, or use --predictor gates"
@@ -89,17 +103,14 @@ def find_gates(store: ExpertStore, option: str) -> GatesFile | None:
     if meta.get("kind") != _KIND or meta.get("version") != _VERSION:
         got = f"{meta.get('kind')} of version {meta.get('version')}"
         raise CorruptFile(path, 8, "not a predictor", f"{_KIND} of version {_VERSION}", got)
-    if meta.get("fingerprint") != fingerprint(store):
-        raise UsageError(
-            f"{path}: was fitted to {meta.get('model')} (routers {meta.get('fingerprint')}), not to {store.path} "
-            f"({fingerprint(store)}); run tidegate fit-predictor on this model, or use --predictor gates"
-        )
-    shape = (len(store.layouts), store.config.moe.num_experts, store.config.hidden_size)
+    assert config.moe is not None
+    shape = (config.num_moe_layers, config.moe.num_experts, config.hidden_size)
     tensors = read_header(file)
     wanted = {name: size for source in range(shape[0]) for name, size in _sizes(source, *shape).items()}
     if {name: info.nbytes for name, info in tensors.items()} != wanted:
         raise CorruptFile(path, 8, "tensors of the predictor", wanted, {n: info.nbytes for n, info in tensors.items()})
-    return GatesFile(path, _curves(path, meta.get("curves", "")), sum(wanted.values()), tensors, shape)
+    model, curves = str(meta.get("model")), _curves(path, meta.get("curves", ""))
+    return GatesFile(path, model, str(meta.get("fingerprint")), curves, sum(wanted.values()), tensors, shape)
 
 
 def save_gates(path: Path, store: ExpertStore, gates: Sequence[Gate], curves: Sequence[Curve]) -> None:
