@@ -98,13 +98,28 @@ std::int32_t draw(std::vector<Candidate>& candidates, const SampleParams& params
   return ranking[i].token;
 }
 
+// The first of the largest; as std::max_element, but for one lane a register element.
+std::int64_t first_largest(const float* x, std::int64_t count) {
+  constexpr std::int64_t kLanes = 32;
+  if (count < kLanes) return std::max_element(x, x + count) - x;
+  float best[kLanes];
+  std::copy_n(x, kLanes, best);
+  std::int64_t i = kLanes;
+  for (; i + kLanes <= count; i += kLanes)
+    for (std::int64_t lane = 0; lane < kLanes; ++lane) best[lane] = best[lane] < x[i + lane] ? x[i + lane] : best[lane];
+  float largest = *std::max_element(best, best + kLanes);
+  for (; i < count; ++i) largest = std::max(largest, x[i]);
+  const float* const found = std::find(x, x + count, largest);
+  return found == x + count ? 0 : found - x;
+}
+
 }  // namespace
 
 std::int32_t choose_token(const float* logits, std::int64_t vocabulary, const Penalties& penalties, const SampleParams& params) {
   const bool is_greedy = params.temperature == 0.0 || params.top_k == 1;
   const bool is_penalized = penalties.repetition != 1.0 || penalties.num_counted > 0;
   if (vocabulary < 1) throw std::invalid_argument("no logits to choose from");
-  if (is_greedy && !is_penalized) return static_cast<std::int32_t>(std::max_element(logits, logits + vocabulary) - logits);
+  if (is_greedy && !is_penalized) return static_cast<std::int32_t>(first_largest(logits, vocabulary));
   thread_local std::vector<double> x;
   x.assign(logits, logits + vocabulary);
   penalize(x, penalties);

@@ -66,7 +66,7 @@ def test_a_failed_read_is_named_and_the_next_answer_is_right(
         if not ends:
             assert model.generate(PROMPT, max_tokens=10, ignore_eos=True).token_ids == answer
     del runtime
-    assert num_threads() == threads
+    assert num_threads() <= threads  # an earlier model may have lost its last ones meanwhile
 
 
 def test_a_short_read_is_read_on(store: Path, answer: list[int]) -> None:

@@ -93,7 +93,8 @@ def test_batch_arrays() -> None:
     assert batch.positions_T.tolist() == [3, 0, 1, 2, 3, 4]
     assert batch.sequence_T.tolist() == [0, 1, 1, 1, 1, 1]
     assert batch.logit_rows_R.tolist() == [0], "the prompt's chunk is not its last"
-    assert batch.block_tables[0, :2].tolist() == first.pages and batch.block_tables[1].tolist() == second.pages
+    assert batch.block_tables[0, :2].tolist() == first.pages.tolist()
+    assert batch.block_tables[1].tolist() == second.pages.tolist()
     assert all(
         a.dtype == np.int32 for a in (batch.token_ids_T, batch.positions_T, batch.sequence_T, batch.block_tables)
     )

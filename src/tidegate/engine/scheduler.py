@@ -10,6 +10,7 @@ from collections import deque
 from dataclasses import dataclass
 
 import numpy as np
+from numpy.typing import NDArray
 
 from tidegate.backends.base import StepBatch
 from tidegate.engine.kv_cache import KvCache
@@ -86,7 +87,7 @@ class Scheduler:
             if pages is None:
                 return
             sequence = self.waiting.popleft()
-            sequence.pages = pages
+            sequence.pages = np.array(pages, np.int32)
             self.running.append(sequence)
 
     def postprocess(self, chunks: list[Chunk], sampled: list[Sampled]) -> list[Sequence]:
@@ -114,7 +115,7 @@ class Scheduler:
 
     def _release(self, sequence: Sequence) -> None:
         self.kv.free(sequence.id)
-        sequence.pages = []
+        sequence.pages = sequence.pages[:0]
         if sequence in self.running:
             self.running.remove(sequence)
         elif sequence in self.waiting:
@@ -124,17 +125,25 @@ class Scheduler:
 def make_batch(chunks: list[Chunk]) -> StepBatch:
     """The arrays of one forward pass; sequence i of the batch is chunk i's."""
     counts = [chunk.stop - chunk.start for chunk in chunks]
-    first_rows = np.cumsum([0, *counts[:-1]])
-    tables = np.zeros((len(chunks), max(len(chunk.sequence.pages) for chunk in chunks)), np.int32)
     rows: list[int] = []
-    for i, chunk in enumerate(chunks):
-        tables[i, : len(chunk.sequence.pages)] = chunk.sequence.pages
-        end = int(first_rows[i]) + counts[i]
+    end = 0
+    for chunk, count in zip(chunks, counts, strict=True):
+        end += count
         rows.extend(range(end - chunk.num_logit_rows, end))
     return StepBatch(
         token_ids_T=np.array([t for c in chunks for t in c.sequence.tokens[c.start : c.stop]], np.int32),
-        positions_T=np.concatenate([np.arange(c.start, c.stop, dtype=np.int32) for c in chunks]),
-        sequence_T=np.repeat(np.arange(len(chunks), dtype=np.int32), counts),
-        block_tables=tables,
+        positions_T=np.array([p for c in chunks for p in range(c.start, c.stop)], np.int32),
+        sequence_T=np.array([i for i, count in enumerate(counts) for _ in range(count)], np.int32),
+        block_tables=_block_tables([chunk.sequence.pages for chunk in chunks]),
         logit_rows_R=np.array(rows, np.int32),
     )
+
+
+def _block_tables(pages: list[NDArray[np.int32]]) -> NDArray[np.int32]:
+    """One row a sequence, padded with zeros."""
+    if len(pages) == 1:
+        return pages[0][None]
+    tables = np.zeros((len(pages), max(map(len, pages))), np.int32)
+    for row, own in zip(tables, pages, strict=True):
+        row[: len(own)] = own
+    return tables

@@ -14,6 +14,7 @@ from tidegate.config import SamplingOptions
 from tidegate.engine.text import TextStream
 from tidegate.errors import TidegateError
 
+_NO_PAGES = np.empty(0, np.int32)
 FinishReason = Literal["stop", "length", "cancelled", "error", "scored"]
 
 
@@ -50,7 +51,7 @@ class Sequence:
         self.tokens, self.num_prompt = list(prompt_ids), len(prompt_ids)
         self.eos_token_ids, self.text, self.kept_logits = eos_token_ids, text, kept_logits
         self.num_computed = 0
-        self.pages: list[int] = []
+        self.pages: NDArray[np.int32] = _NO_PAGES
         self.output_counts: Counter[int] = Counter()
         self.logprobs: list[Sampled] = []
         self.finish_reason: FinishReason | None = None

@@ -51,8 +51,9 @@ class ExpertCache:
         for capacity in capacities:
             self._layers.append(_Layer(range(first, first + capacity), num_experts, make_policy))
             first += capacity
-        scarce = min(capacities, default=num_experts) < num_experts
-        self._shares = SlotShares(len(capacities), num_experts) if share and scarce else None
+        self._is_scarce = min(capacities, default=num_experts) < num_experts
+        self._num_absent = num_experts * len(capacities)
+        self._shares = SlotShares(len(capacities), num_experts) if share and self._is_scarce else None
 
     @property
     def num_layers(self) -> int:
@@ -62,6 +63,11 @@ class ExpertCache:
     def capacity(self, layer: int) -> int:
         """Slots of the layer."""
         return self._layers[layer].capacity
+
+    @property
+    def is_complete(self) -> bool:
+        """Every expert of every layer has a slot: nothing will ever be loaded or evicted again, unless a load fails."""
+        return self._num_absent == 0
 
     def resident(self, layer: int) -> frozenset[int]:
         """Experts that have a slot, loading ones included."""
@@ -87,6 +93,12 @@ class ExpertCache:
         without it the step is one access, however many tokens it had.
         """
         book = self._layers[layer]
+        if not self._is_scarce and not book.unused_prefetch:
+            slots = [book.slot_of.get(expert, -1) for expert in needed]
+            if -1 not in slots:  # nothing to load, and nothing will ever be evicted
+                self.counters.demand_hits += len(needed)
+                yield Placement(list(needed), slots)
+                return
         if layer == 0 and self._shares and self._shares.is_due:
             self._move_slots(self._shares.deal([one.capacity for one in self._layers]))
         self._access(layer, needed, rows)
@@ -212,6 +224,7 @@ class ExpertCache:
     def _insert(self, layer: int, expert: int, *, demand: bool) -> None:
         book = self._layers[layer]
         slot = book.slot_of[expert] = book.free.pop()
+        self._num_absent -= 1
         book.policy.on_insert(expert)
         self._loader.load(ExpertKey(layer, expert), slot, demand=demand)
 
@@ -226,6 +239,7 @@ class ExpertCache:
 
     def _drop(self, book: _Layer, expert: int) -> None:
         book.free.append(book.slot_of.pop(expert))
+        self._num_absent += 1
         book.unused_prefetch.discard(expert)
         book.policy.on_evict(expert)
 

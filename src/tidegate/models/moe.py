@@ -79,6 +79,8 @@ class Experts:
     def begin_step(self, backend: Backend[A], x: A, num_rows: int) -> None:
         """``x``: the embedded tokens of a step that starts. Its first layers' experts may be on their way from here on."""
         began_ns = time.perf_counter_ns()
+        if self.cache.is_complete:
+            self.lookahead = self.foreseer = None  # nothing is left to load
         if self.lookahead is not None:
             self.lookahead.begin_step(num_rows)
         if self.wants_guesses and self.guesser is not None:
