@@ -16,8 +16,8 @@ from tidegate.experts.predictor import Predictor
 from tidegate.experts.predictor_file import PREDICTORS, UNFITTED, PredictorFile, make_unfitted, refuse_unfitted
 from tidegate.model_config import ModelConfig
 
-# What numpy's random numbers take once they are imported, for the matrix of the sketches.
-_RANDOM_BYTES = 8 << 20
+# Measured: what numpy takes once a predictor uses it, and once its random numbers make the matrix of the sketches.
+_NUMPY_BYTES, _RANDOM_BYTES = 1 << 20, 4 << 20
 _ZIP_MAGIC = b"PK"
 
 
@@ -60,7 +60,7 @@ def choose_predictor(config: ModelConfig, options: EngineOptions, store: ExpertS
         if file.sketch_dims:
             nbytes += 4 * config.hidden_size * file.sketch_dims + _RANDOM_BYTES
     nbytes += options.sequences * PREDICTORS[kind].history_bytes(layers, num_experts, per_token)
-    return PredictorChoice(None, make, nbytes + pending_bytes(layers, per_token))
+    return PredictorChoice(None, make, nbytes + pending_bytes(layers, per_token) + _NUMPY_BYTES)
 
 
 def _is_gates_file(path: Path) -> bool:
