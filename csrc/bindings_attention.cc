@@ -11,6 +11,7 @@
 #include <tuple>
 
 #include "attention.h"
+#include "linear.h"
 #include "route.h"
 #include "sample.h"
 
@@ -75,8 +76,12 @@ void bind_grouped(nb::module_& m) {
            "q_norm"_a.none(), "k_norm"_a.none(), "sinks"_a.noconvert().none(), "rope"_a.none(), nb::keep_alive<1, 11>(),
            nb::keep_alive<1, 12>(), nb::keep_alive<1, 13>(), nb::keep_alive<1, 14>());
   m.def("norm", &norm, "compute"_a, "x"_a, "weights"_a);
-  m.def("attend", &attend, "compute"_a, "kv"_a, "step"_a, "layer"_a, "qkv"_a,
-        NoGil());
+  m.def("attend", &attend, "compute"_a, "kv"_a, "step"_a, "layer"_a, "qkv"_a, NoGil());
+  m.def("attention", [](Compute& compute, const KvPages& kv, const Step& step, const GroupedAttention& layer, const Matrix& x,
+                        const NormWeights& weights, const PackedMatrix& qkv, const PackedMatrix& out) {
+    return linear(compute, attend(compute, kv, step, layer, linear(compute, norm(compute, x, weights), qkv)), out);
+  }, "compute"_a, "kv"_a, "step"_a, "layer"_a, "x"_a, "norm"_a, "qkv"_a, "out"_a, NoGil(),
+        "norm, linear, attend and linear in one call.");
 }
 
 void bind_latent(nb::module_& m) {
@@ -123,6 +128,13 @@ nb::tuple route_to_numpy(Compute& compute, const Matrix& x, const RouterParams& 
   return nb::make_tuple(ids, weights);
 }
 
+// The normed rows, and their experts as route_to_numpy.
+nb::tuple norm_route(Compute& compute, const Matrix& x, const NormWeights& weights, const RouterParams& router) {
+  const Matrix normed = norm(compute, x, weights);
+  const nb::tuple chosen = route_to_numpy(compute, normed, router);
+  return nb::make_tuple(normed, chosen[0], chosen[1]);
+}
+
 void bind_route(nb::module_& m) {
   nb::class_<RouterParams>(m, "RouterParams", "Router weights and the rule of choice.")
       .def("__init__", [](RouterParams* self, const F32Rows& weight, const std::optional<F32Vector>& bias,
@@ -139,6 +151,7 @@ void bind_route(nb::module_& m) {
       }, "weight_ED"_a.noconvert(), "bias_E"_a.noconvert().none(), "correction_E"_a.noconvert().none(), "top_k"_a, "scoring"_a,
            "normalize"_a, "scaling"_a, "num_groups"_a, "topk_groups"_a, "group_best"_a, "jitter"_a, nb::keep_alive<1, 2>(),
            nb::keep_alive<1, 3>(), nb::keep_alive<1, 4>());
+  m.def("norm_route", &norm_route, "compute"_a, "x"_a, "norm"_a, "router"_a, "norm and route in one call: its result first.");
   m.def("route", &route_to_numpy, "compute"_a, "x"_a, "router"_a, "Expert ids and weights [T, K], plain numpy.");
 }
 

@@ -85,6 +85,16 @@ class LatentAttention:
 
 def norm(compute: Compute, x: Matrix, weights: NormWeights) -> Matrix: ...
 def attend(compute: Compute, kv: KvPages, step: Step, layer: GroupedAttention, qkv: Matrix) -> Matrix: ...
+def attention(
+    compute: Compute,
+    kv: KvPages,
+    step: Step,
+    layer: GroupedAttention,
+    x: Matrix,
+    norm: NormWeights,
+    qkv: PackedMatrix,
+    out: PackedMatrix,
+) -> Matrix: ...
 def attend_latent(
     compute: Compute, pages: KvPages, step: Step, layer: LatentAttention, q: Matrix, kv: Matrix
 ) -> Matrix: ...
@@ -108,6 +118,9 @@ class RouterParams:
     ) -> None: ...
 
 def route(compute: Compute, x: Matrix, router: RouterParams) -> tuple[I32Array, F32Array]: ...
+def norm_route(
+    compute: Compute, x: Matrix, norm: NormWeights, router: RouterParams
+) -> tuple[Matrix, I32Array, F32Array]: ...
 
 # ---- sample.h
 

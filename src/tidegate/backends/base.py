@@ -209,6 +209,10 @@ class Backend(ABC, Generic[A]):
         that order, as OLMoE does), rotates, writes K and V into the step's pages, attends causally over everything cached.
         A window of w lets a token see itself and the w - 1 tokens before it; a sink is one more logit of the softmax."""
 
+    def attention(self, x: A, norm: Norm, qkv: Linear, weights: AttentionWeights, out: Linear) -> A:
+        """[T, D] -> [T, D]: norm, projection to q, k and v, ``attend``, output projection. In one call where calls cost."""
+        return self.linear(self.attend(self.linear(self.norm(x, norm), qkv), weights), out)
+
     @abstractmethod
     def attend_latent(self, q: A, kv: A, weights: AttentionWeights) -> A:
         """MLA. q [T, H * (nope + rope)], kv [T, kv_lora_rank + rope] -> [T, H * v_head_dim]: norms the latent, rotates, writes
@@ -217,6 +221,11 @@ class Backend(ABC, Generic[A]):
     @abstractmethod
     def route(self, x: A, router: Router) -> Routing[A]:
         """[T, D] -> the chosen experts. Ties are broken towards the lower expert id."""
+
+    def norm_route(self, x: A, norm: Norm, router: Router) -> tuple[A, Routing[A]]:
+        """``norm`` and what ``route`` says of it, likewise."""
+        normed = self.norm(x, norm)
+        return normed, self.route(normed, router)
 
     @abstractmethod
     def moe(

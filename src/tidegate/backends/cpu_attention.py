@@ -10,6 +10,7 @@ from tidegate.backends.base import (
     AttentionWeights,
     ByteArray,
     KvLayout,
+    Linear,
     Norm,
     Rope,
     Router,
@@ -26,6 +27,9 @@ class AttentionOps(LinearOps):
         super().__init__(compute)
         self._norms: dict[int, tuple[_core.NormWeights, Norm]] = {}
         self._ropes: dict[int, tuple[_core.RopeTable, Rope]] = {}
+        self._halves: dict[
+            int, tuple[_core.GroupedAttention, _core.NormWeights, _core.PackedMatrix, _core.PackedMatrix]
+        ] = {}
         self._grouped: dict[int, tuple[_core.GroupedAttention, AttentionWeights]] = {}
         self._latent: dict[int, tuple[_core.LatentAttention, AttentionWeights]] = {}
         self._routers: dict[int, tuple[_core.RouterParams, Router]] = {}
@@ -47,6 +51,13 @@ class AttentionOps(LinearOps):
         layer = known[0] if known else self._make_grouped(weights)
         return _core.attend(self.compute, self._kv, self._step, layer, qkv)
 
+    def attention(self, x: Matrix, norm: Norm, qkv: Linear, weights: AttentionWeights, out: Linear) -> Matrix:
+        parts = self._halves.get(id(weights))
+        if parts is None:
+            layer = self._make_grouped(weights)
+            parts = self._halves[id(weights)] = layer, self._norm(norm), self.packed(qkv), self.packed(out)
+        return _core.attention(self.compute, self._kv, self._step, parts[0], x, *parts[1:])
+
     def attend_latent(self, q: Matrix, kv: Matrix, weights: AttentionWeights) -> Matrix:
         known = self._latent.get(id(weights))
         layer = known[0] if known else self._make_latent(weights)
@@ -56,6 +67,12 @@ class AttentionOps(LinearOps):
         known = self._routers.get(id(router))
         params = known[0] if known else self._make_router(router)
         return Routing(*_core.route(self.compute, x, params))
+
+    def norm_route(self, x: Matrix, norm: Norm, router: Router) -> tuple[Matrix, Routing[Matrix]]:
+        known = self._routers.get(id(router))
+        params = known[0] if known else self._make_router(router)
+        normed, ids_TK, weights_TK = _core.norm_route(self.compute, x, self._norm(norm), params)
+        return normed, Routing(ids_TK, weights_TK)
 
     def _norm(self, norm: Norm) -> _core.NormWeights:
         known = self._norms.get(id(norm))

@@ -16,9 +16,8 @@ class GroupedAttention(Generic[A]):
 
     def __call__(self, x: A) -> A:
         """[T, D] -> [T, D], to be added to x. Writes the step's keys and values."""
-        backend, weights = self._backend, self._weights
-        qkv = backend.linear(backend.norm(x, weights.norm), weights.qkv)
-        return backend.linear(backend.attend(qkv, weights.attention), weights.out)
+        weights = self._weights
+        return self._backend.attention(x, weights.norm, weights.qkv, weights.attention, weights.out)
 
 
 class LatentAttention(Generic[A]):

@@ -121,8 +121,7 @@ class MoeBlock(Generic[A]):
         consistent then."""
         backend, weights, experts = self._backend, self._weights, self._experts
         residual = x
-        x = backend.norm(x, weights.norm)
-        routing = backend.route(x, weights.router)
+        x, routing = backend.norm_route(x, weights.norm, weights.router)
         if experts.trace is not None:
             hidden_TD = backend.numpy(x) if experts.trace.wants_hidden else None
             experts.trace.record(routing.topk_expert_ids_TK, routing.topk_weights_TK, hidden_TD)
