@@ -177,6 +177,10 @@ def test_sketches_fit_a_next_gate_that_beats_counting(store: Path, tmp_path: Pat
     ("arguments", "said"),
     [
         (["model", "-o", "t"], "text file"),
+        (
+            ["model", __file__.removesuffix("test_engine_is_simulator.py") + "data/gpt-oss-20b.trace", "-o", "t"],
+            "UTF-8",
+        ),
         (["a.npz", "-o", "t"], "--num-experts"),
         (["a.npz", "b.txt", "-o", "t", "--num-experts", 8], "recorded already"),
         (["a.npz", "-o", "t", "--num-experts", 8], "no such file"),

@@ -108,6 +108,38 @@ def test_more_rows_never_make_a_use_less_probable(fitted, tmp_path, kind):
     assert (together.predict(0) >= alone.predict(0) - 1e-6).all()
 
 
+@pytest.mark.parametrize("kind", FITTED)
+def test_rows_told_together_are_rows_told_one_by_one(fitted, tmp_path, kind):
+    save_predictor(tmp_path / "p.npz", fitted[kind])
+    one, other = load_predictor(tmp_path / "p.npz"), load_predictor(tmp_path / "p.npz")
+    rng = np.random.default_rng(2)
+    for length in (3, 1, 70, 5):
+        ids = rng.permuted(np.tile(np.arange(EXPERTS), (length, LAYERS, 1)), axis=2)[..., :TOP].astype(np.uint8)
+        tokens = rng.integers(0, 25, length).tolist()
+        for row in range(length):
+            one.begin_step([7], tokens[row : row + 1])
+            for layer in range(LAYERS):
+                one.observe(layer, ids[row : row + 1, layer])
+        other.begin_step([7] * length, tokens)
+        for layer in range(LAYERS):
+            other.observe(layer, ids[:, layer])
+        for layer in range(LAYERS):
+            np.testing.assert_allclose(one.predict(layer), other.predict(layer), atol=1e-4)
+    for predictor in (one, other):
+        predictor.begin_step([7], [4])
+    np.testing.assert_allclose(one.predict(0), other.predict(0), atol=1e-4)
+
+
+def test_who_has_not_been_seen_for_longest_is_forgotten_first(fitted):
+    predictor = find_predictor("decayed", LAYERS, EXPERTS)
+    predictor.most_sequences = 2
+    for sequences in ([1, 2], [3, 1], [1, 4], [5, 1]):
+        predictor.begin_step(sequences, [0] * len(sequences))
+        predictor.observe(0, np.array([[1, 2]] * len(sequences)))
+    assert list(predictor._histories) == [5, 1]
+    assert predictor._histories[1].seen_L[0] == 4 and predictor._histories[5].seen_L[0] == 1
+
+
 def test_no_torch_is_imported_to_use_or_fit_them() -> None:
     code = (
         "import sys, tidegate.experts.predictor_file, tidegate.experts.foreseer, tidegate.sim.fit, tidegate.sim.simulate;"

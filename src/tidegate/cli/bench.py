@@ -11,6 +11,7 @@ from tidegate.cli.arguments import Argument, Flag
 from tidegate.cli.options import flags
 from tidegate.cli.progress import ByteProgress
 from tidegate.cli.report import forecast_line, plan_table
+from tidegate.cli.texts import read_utf8
 from tidegate.config import EngineOptions
 from tidegate.engine import bench
 from tidegate.engine.model import load
@@ -46,7 +47,7 @@ def command(
     with ByteProgress(f"converting {model}") as progress:
         loaded = load(model, progress=progress, **options)
     with loaded:
-        ids = _tokens(tokens) if tokens else loaded.encode((text or _TEXT).read_text(encoding="utf-8"))
+        ids = _tokens(tokens) if tokens else loaded.encode(read_utf8(text or _TEXT))
         if len(ids) < prefill + decode:
             raise UsageError(f"the text has {len(ids)} tokens, fewer than --prefill {prefill} and --decode {decode}")
         print(plan_table(loaded.plan, loaded.budget_explanation))

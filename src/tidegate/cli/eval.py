@@ -10,6 +10,7 @@ from typing import Annotated, Any
 
 from tidegate.cli.arguments import Argument, Flag
 from tidegate.cli.options import flags
+from tidegate.cli.texts import read_utf8
 from tidegate.config import EngineOptions
 from tidegate.engine import evaluate
 from tidegate.engine.model import load
@@ -34,7 +35,7 @@ def command(
     **options: Any,
 ) -> int:
     """Every token of a text but the first is predicted once. The models are loaded one after the other."""
-    contents = {str(path): _read(path) for path in texts}
+    contents = {str(path): read_utf8(path) for path in texts}
     if len(contents) < len(texts):
         raise UsageError("a text is given twice")
     options["context"] = align_up(window + 1, 16)
@@ -56,13 +57,6 @@ def command(
     report = _report(scores, agreement)
     print(json.dumps(report)) if as_json else _print_table(report)
     return 0
-
-
-def _read(path: Path) -> str:
-    try:
-        return path.read_text(encoding="utf-8")
-    except UnicodeDecodeError as error:
-        raise UsageError(f"{path}: is not UTF-8 text: byte {error.start:,} is wrong") from None
 
 
 def _report(scores: list[evaluate.TextScore], agreement: evaluate.Agreement | None) -> dict[str, Any]:

@@ -11,6 +11,7 @@ from typing import Annotated, Any
 from tidegate.cli.arguments import Argument, Flag
 from tidegate.cli.options import flags
 from tidegate.cli.progress import ByteProgress
+from tidegate.cli.texts import read_utf8
 from tidegate.config import EngineOptions
 from tidegate.engine.source import open_store
 from tidegate.errors import UsageError
@@ -102,7 +103,7 @@ def _fit_model(
 
     if not texts:
         raise UsageError("give at least one text file; or --kind for a trace")
-    contents = [text.read_text(encoding="utf-8") for text in texts]
+    contents = [read_utf8(text) for text in texts]
     began_s = time.process_time()
     with ByteProgress(f"converting {path}") as progress:
         loaded = load(path, progress=progress, prefetch="off", **options)

@@ -13,6 +13,7 @@ from tidegate.cli.interrupt import Interrupt
 from tidegate.cli.options import flags
 from tidegate.cli.progress import ByteProgress
 from tidegate.cli.report import closing_line, forecast_line, plan_table
+from tidegate.cli.texts import read_utf8
 from tidegate.config import EngineOptions, SamplingOptions, parse_options, split_options
 from tidegate.engine.model import Model, load
 from tidegate.errors import UsageError
@@ -71,7 +72,7 @@ def _prompt(prompt: str | None, file: Path | None, chat: bool) -> str | None:
         raise UsageError("give a prompt or --file, not both")
     if prompt is None and file is None and (chat or sys.stdin.isatty()):
         return None
-    text = file.read_text(encoding="utf-8") if file else sys.stdin.read() if prompt is None else prompt
+    text = read_utf8(file) if file else sys.stdin.read() if prompt is None else prompt
     if not text.strip():
         raise UsageError("the prompt is empty")
     return text

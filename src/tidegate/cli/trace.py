@@ -9,6 +9,7 @@ from typing import Annotated, Any
 from tidegate.cli.arguments import Argument, Flag
 from tidegate.cli.options import flags
 from tidegate.cli.progress import ByteProgress
+from tidegate.cli.texts import read_utf8
 from tidegate.config import EngineOptions
 from tidegate.errors import UsageError
 from tidegate.units import format_bytes, parse_bytes
@@ -56,7 +57,7 @@ def command(
 def _record(path: str, texts: list[Path], output: Path, answer: int, sketch: int, options: dict[str, Any]) -> None:
     from tidegate.engine.model import load  # noqa: PLC0415  (an import needs no engine)
 
-    contents = [text.read_text(encoding="utf-8") for text in texts]
+    contents = [read_utf8(text) for text in texts]
     with ByteProgress(f"converting {path}") as progress:
         model = load(path, progress=progress, **options)
     with model, model.trace(output, path, sketch) as writer:

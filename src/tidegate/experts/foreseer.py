@@ -91,15 +91,17 @@ class Foreseer:
         self._foresee(layer)
 
     def _catch_up(self) -> None:
-        """Tell the predictor of the steps that it was not asked in, a sequence's rows together; not of one that failed."""
+        """Tell the predictor of the steps that it was not asked in, a sequence's rows together, those that are done first; not
+        of a step that failed."""
         steps = [step for step in self._pending if len(step.layers) == self.predictor.num_layers]
         self._pending = []
         if not steps:
             return
-        sequence_T = np.concatenate([step.sequence_T for step in steps])
-        order = np.argsort(sequence_T, kind="stable")
-        tokens_T = np.concatenate([step.token_T for step in steps])[order]
-        self.predictor.begin_step(sequence_T[order].tolist(), tokens_T.tolist())
+        sequence_T = [sequence for step in steps for sequence in step.sequence_T]
+        last_row = {sequence: row for row, sequence in enumerate(sequence_T)}
+        order = np.argsort([last_row[sequence] for sequence in sequence_T], kind="stable")
+        token_T = [token for step in steps for token in step.token_T]
+        self.predictor.begin_step([sequence_T[row] for row in order], [token_T[row] for row in order])
         for layer, parts in enumerate(zip(*(step.layers for step in steps), strict=True)):
             self.predictor.observe(layer, np.concatenate(parts)[order])
 

@@ -161,16 +161,13 @@ class HistoryPredictor(Predictor):
 
     def begin_step(self, sequence_T: Sequence[int], token_T: Sequence[int]) -> None:
         self._routed, self._rows, self._ends = -1, [], []
-        histories = self._histories
-        for sequence in dict.fromkeys(sequence_T):  # the end of the dict: least recently used goes first
-            if sequence in histories:
-                histories[sequence] = histories.pop(sequence)
+        known, mine = self._histories, dict[int, History]()
+        for sequence in dict.fromkeys(sequence_T):
+            mine[sequence] = known[sequence] = known.pop(sequence, None) or self._new_history()
+        while len(known) > self.most_sequences:
+            del known[next(iter(known))]  # whose rows came last the longest ago
         for row, (sequence, token) in enumerate(zip(sequence_T, token_T, strict=True), start=1):
-            history = histories.get(sequence)
-            if history is None:
-                if len(histories) >= self.most_sequences:
-                    del histories[next(iter(histories))]
-                history = histories[sequence] = self._new_history()
+            history = mine[sequence]
             history.token = token
             history.tokens.append(token)
             if self._rows and self._rows[-1] is history:
