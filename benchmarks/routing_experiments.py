@@ -70,8 +70,10 @@ class Bench:
             return Gates(self.reader.meta.guess_curves)
         if name == "oracle":
             return Oracle(self.layers, self.experts, **oracle)
+        if name == "none":
+            return None
         path = self.fitted / f"{name}.npz"
-        return find_predictor(str(path) if path.exists() else name, self.layers, self.experts)
+        return find_predictor(str(path) if path.exists() else name, self.layers, self.experts).load()
 
 
 def policies(bench: Bench) -> Table:

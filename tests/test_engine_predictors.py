@@ -16,7 +16,7 @@ from tidegate.experts.cache import ExpertCache
 from tidegate.experts.gates_file import fingerprint
 from tidegate.experts.loader import NativeLoader
 from tidegate.experts.policy import policy_factory
-from tidegate.experts.predictor_file import PREDICTORS, PredictorFile, find_predictor, save_predictor
+from tidegate.experts.predictor_file import PREDICTORS, PredictorSource, find_predictor, save_predictor
 from tidegate.experts.trace import TraceReader
 from tidegate.sim.clock import ClockLoader
 from tidegate.sim.fit import fit_predictor
@@ -81,7 +81,7 @@ def test_the_simulator_issues_the_engines_loads(
     reader = TraceReader(path)
     meta = reader.meta
     assert meta.sketch_dims == foreseer.predictor.sketch_dims and meta.guess_reach > 0
-    predictor = find_predictor(files[kind], meta.num_layers, meta.num_experts, meta.fingerprint)
+    predictor = find_predictor(files[kind], meta.num_layers, meta.num_experts, meta.fingerprint).load()
     profile = Profile(needs.slot_bytes, 1e9, 1e-5, 1e-5)
     found = simulate(
         whole_steps(reader), slots, meta.num_experts, policy_factory("decayed-lfu"), profile, predictor, share=True
@@ -172,7 +172,7 @@ def test_a_predictor_that_looks_at_states_asks_for_its_sketches(
     fitted: tuple[Path, dict[str, str]], tmp_path: Path
 ) -> None:
     store, files = fitted
-    assert PredictorFile.open(Path(files["next-gate"])).sketch_dims == SKETCH
+    assert PredictorSource.open(Path(files["next-gate"])).sketch_dims == SKETCH
     options = {"memory": _tight(store, files["next-gate"]), "predictor": files["next-gate"]}
     with (
         load_model(store, **options) as model,
@@ -183,7 +183,7 @@ def test_a_predictor_that_looks_at_states_asks_for_its_sketches(
     with load_model(store) as model, model.trace(tmp_path / "plain.trace"):
         model.generate([1, 2, 3], max_tokens=20, ignore_eos=True)
     meta = TraceReader(tmp_path / "plain.trace").meta
-    predictor = find_predictor(files["next-gate"], meta.num_layers, meta.num_experts)
+    predictor = find_predictor(files["next-gate"], meta.num_layers, meta.num_experts).load()
     steps = whole_steps(TraceReader(tmp_path / "plain.trace"))
     with pytest.raises(UsageError, match=f"--sketch {SKETCH}"):
         simulate(

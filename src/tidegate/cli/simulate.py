@@ -17,7 +17,7 @@ from tidegate.config import EngineOptions
 from tidegate.errors import BudgetTooSmall, UsageError
 from tidegate.experts.lookahead import REACH
 from tidegate.experts.policy import DEFAULT_POLICY, policy_factory
-from tidegate.experts.predictor_file import find_predictor
+from tidegate.experts.predictor_file import PredictorSource, find_predictor
 from tidegate.experts.trace import TraceMeta, TraceReader
 from tidegate.plan import Needs, make_plan
 from tidegate.planner.headers import read_headers
@@ -29,7 +29,7 @@ from tidegate.sim.batching import batched
 from tidegate.sim.oracle import Oracle
 from tidegate.sim.replay import Step, whole_steps
 from tidegate.sim.simulate import Profile
-from tidegate.sim.sweep import SCALE_BITS, Configuration, Result, Sweep, pareto, run_flags
+from tidegate.sim.sweep import NO_FILES, SCALE_BITS, Configuration, Result, Sweep, pareto, run_flags
 from tidegate.terminal import table
 from tidegate.units import format_bytes, parse_bytes
 
@@ -72,7 +72,9 @@ def command(
     expert_size: Annotated[
         str | None, _is("One expert; default: the trace's.", "--expert-bytes", metavar="BYTES")
     ] = None,
-    fixed: Annotated[str | None, _is("All memory but expert slots; default: the trace's.", metavar="BYTES")] = None,
+    fixed: Annotated[
+        str | None, _is("All memory but expert slots and predictor; default: the trace's.", metavar="BYTES")
+    ] = None,
     recorded_bits: Annotated[int, _is("Bits that an expert's size is of.")] = 4,
     sweep: Annotated[
         str | None,
@@ -161,7 +163,7 @@ def _sweep(reader: TraceReader, tokens: int, profile: Profile, recorded_bits: in
             return Gates(meta.guess_curves)
         if name == "oracle":
             return Oracle(meta.num_layers, meta.num_experts)
-        return find_predictor(name, meta.num_layers, meta.num_experts, meta.fingerprint)
+        return None if name == "none" else _source(name, meta).load()
 
     return Sweep(
         steps_of, meta.num_experts, meta.num_experts_per_tok, profile, recorded_bits, make_predictor, most,
@@ -198,12 +200,18 @@ def _configure(
 ) -> Configuration:  # fmt: skip
     """What has no effect (without a predictor, or of the engine's own prefetch) is set to the same everywhere."""
     size = round(expert_bytes * (bits + SCALE_BITS) / (recorded_bits + SCALE_BITS))
+    if predictor not in NO_FILES:
+        fixed_bytes += _source(predictor, meta).heap_bytes(meta.num_experts_per_tok, max(1, batch), 0)
     memory_bytes, layers = _slots(*place, meta, size, fixed_bytes)
     if predictor == "none" or staging == 1:
         predictor, staging, threshold = "none", 1, 0.0
     elif predictor == "gates":
         staging, threshold = REACH + 1, None
     return Configuration(memory_bytes, layers, policy, predictor, staging, threshold, bits, batch)
+
+
+def _source(predictor: str, meta: TraceMeta) -> PredictorSource:
+    return find_predictor(predictor, meta.num_layers, meta.num_experts, meta.fingerprint)
 
 
 def _slots(flag: str, text: str, meta: TraceMeta, size: int, fixed_bytes: int) -> tuple[int, tuple[int, ...]]:

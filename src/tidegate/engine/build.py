@@ -234,11 +234,11 @@ def _look_ahead(
 ) -> None:
     """Experts are prefetched from now on."""
     cache, per_token = experts.cache, plan.needs.min_slots
-    if choice.make is None:
+    if choice.source is None:
         experts.lookahead = Lookahead(cache, per_token, loader.busy_ratio, experts.curves)
         return
     ledger.account("predictor", _HINTS["predictor"]).reserve(choice.heap_bytes)
-    predictor = choice.make()
+    predictor = choice.source.load()
     predictor.most_sequences = sequences
     experts.foreseer = Foreseer(cache, predictor, per_token, loader.busy_ratio)
 

@@ -166,8 +166,8 @@ class Model:
             sketch_dims = sketch_dims or wanted
         meta = TraceMeta(
             config.num_moe_layers, config.moe.num_experts, config.moe.num_experts_per_tok, source, needs.slot_bytes,
-            needs.fixed_bytes, sketch_dims, min(REACH, config.num_moe_layers), runtime.decoder.guess_width,
-            tuple(runtime.experts.curves), fingerprint(runtime.store),
+            needs.fixed_bytes - needs.predictor_heap_bytes, sketch_dims, min(REACH, config.num_moe_layers),
+            runtime.decoder.guess_width, tuple(runtime.experts.curves), fingerprint(runtime.store),
         )  # fmt: skip
         writer = TraceWriter(path, meta)
         runtime.experts.trace = runtime.engine.trace = writer

@@ -163,7 +163,8 @@ class HistoryPredictor(Predictor):
         self._routed, self._rows, self._ends = -1, [], []
         known, mine = self._histories, dict[int, History]()
         for sequence in dict.fromkeys(sequence_T):
-            mine[sequence] = known[sequence] = known.pop(sequence, None) or self._new_history()
+            history = known.pop(sequence) if sequence in known else self._new_history()
+            mine[sequence] = known[sequence] = history
         while len(known) > self.most_sequences:
             del known[next(iter(known))]  # whose rows came last the longest ago
         for row, (sequence, token) in enumerate(zip(sequence_T, token_T, strict=True), start=1):

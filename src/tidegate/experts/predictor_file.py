@@ -12,6 +12,7 @@ import numpy as np
 
 from tidegate.checkpoint.files import whole_file
 from tidegate.errors import CorruptFile, UsageError
+from tidegate.experts.foreseer import pending_bytes
 from tidegate.experts.predictor import Calibration, Predictor
 from tidegate.experts.predictor_class import SemanticMlp
 from tidegate.experts.predictor_counts import DecayedCounts, Groups, LastToken, Markov, SlidingWindow, TokenTable
@@ -32,6 +33,8 @@ PREDICTORS: dict[str, type[Any]] = {
     "next-gate": NextGate,
 }
 UNFITTED = ("last-token", "window", "decayed")
+# Measured: what numpy takes once a predictor uses it, and once its random numbers make the matrix of the sketches.
+_NUMPY_BYTES, _RANDOM_BYTES = 1 << 20, 4 << 20
 
 
 def kind_of(predictor: Predictor) -> str:
@@ -54,19 +57,20 @@ def save_predictor(path: Path, predictor: Predictor, fingerprint: str = "") -> N
 
 
 @dataclass(frozen=True)
-class PredictorFile:
-    """A file whose arrays are still on disk. ``fingerprint``: of the routers it was fitted to, empty when unknown."""
+class PredictorSource:
+    """What a predictor is made from: a kind that needs no fitting, or a file whose arrays are still on disk. ``fingerprint``: of
+    the routers it was fitted to, empty when unknown."""
 
-    path: Path
     kind: str
     num_layers: int
     num_experts: int
-    sketch_dims: int
-    fingerprint: str
-    arrays_bytes: int
+    path: Path | None = None
+    sketch_dims: int = 0
+    fingerprint: str = ""
+    arrays_bytes: int = 0
 
     @staticmethod
-    def open(path: Path) -> PredictorFile:
+    def open(path: Path) -> PredictorSource:
         """Raises UsageError for a missing file and CorruptFile for anything that is no predictor of this version."""
         try:
             with zipfile.ZipFile(path) as file:
@@ -74,38 +78,38 @@ class PredictorFile:
                 with file.open("meta.npy") as member:
                     data = json.loads(np.lib.format.read_array(member, allow_pickle=False).tobytes())
             version, kind = data["version"], data["kind"]
-            shape = int(data["num_layers"]), int(data["num_experts"]), int(data.get("sketch_dims", 0))
+            layers, experts, sketch = (int(data.get(name, 0)) for name in ("num_layers", "num_experts", "sketch_dims"))
         except FileNotFoundError:
             raise UsageError(f"--predictor {path}: no such file; make one with tidegate fit-predictor") from None
         except _BROKEN as error:
             raise CorruptFile(path, 0, "not a predictor", "a file of tidegate fit-predictor", error) from None
         if version != VERSION or kind not in PREDICTORS:
             raise CorruptFile(path, 0, "predictor", f"version {VERSION}", f"{kind} of version {version}")
-        return PredictorFile(path, kind, *shape, str(data.get("fingerprint", "")), nbytes)
+        return PredictorSource(kind, layers, experts, path, sketch, str(data.get("fingerprint", "")), nbytes)
 
-    def check(self, num_layers: int, num_experts: int, fingerprint: str = "") -> None:
-        """Raises UsageError if it was fitted to another model; an empty ``fingerprint`` is unknown."""
-        shape, wanted = (self.num_layers, self.num_experts), (num_layers, num_experts)
-        if shape != wanted:
-            raise UsageError(
-                f"--predictor {self.path}: was fitted to {shape[0]} layers of {shape[1]} experts, not {wanted[0]} of {wanted[1]}"
-            )
-        if fingerprint and self.fingerprint and fingerprint != self.fingerprint:
-            raise UsageError(
-                f"--predictor {self.path}: was fitted to another model (routers {self.fingerprint}, not {fingerprint}); fit one "
-                "to a trace of this model"
-            )
+    def heap_bytes(self, num_experts_per_tok: int, sequences: int, hidden_size: int) -> int:
+        """What its predictor takes when it works for so many sequences at a time."""
+        layers, per_token = self.num_layers, num_experts_per_tok
+        history_bytes = PREDICTORS[self.kind].history_bytes(layers, self.num_experts, per_token)
+        sketch_bytes = 4 * hidden_size * self.sketch_dims + _RANDOM_BYTES if self.sketch_dims else 0
+        return (
+            self.arrays_bytes + sequences * int(history_bytes) + pending_bytes(layers, per_token)
+            + sketch_bytes + _NUMPY_BYTES
+        )  # fmt: skip
 
     def load(self) -> Predictor:
         """Raises CorruptFile."""
+        make, shape = PREDICTORS[self.kind], (self.num_layers, self.num_experts)
+        predictor: Predictor
+        if self.path is None:
+            predictor = make(*shape)
+            return predictor
         try:
             with np.load(self.path, allow_pickle=False) as data:
                 arrays = {name: data[name] for name in data if name != "meta"}
             scores, frequencies = arrays.pop("calibration_scores", None), arrays.pop("calibration_frequencies", None)
             calibration = None if scores is None else Calibration(scores, frequencies)
-            predictor: Predictor = PREDICTORS[self.kind](
-                self.num_layers, self.num_experts, **arrays, calibration=calibration
-            )
+            predictor = make(*shape, **arrays, calibration=calibration)
         except _BROKEN as error:
             raise CorruptFile(self.path, 0, "not a predictor", "a file of tidegate fit-predictor", error) from None
         return predictor
@@ -113,32 +117,28 @@ class PredictorFile:
 
 def load_predictor(path: Path) -> Predictor:
     """Raises UsageError for a missing file and CorruptFile for anything that is no predictor of this version."""
-    return PredictorFile.open(path).load()
+    return PredictorSource.open(path).load()
 
 
-def find_predictor(name: str, num_layers: int, num_experts: int, fingerprint: str = "") -> Predictor | None:
-    """``none``, a kind that needs no fitting, or a file. Raises UsageError for one that was fitted to another model, and as
-    ``load_predictor``."""
-    if name == "none":
-        return None
+def find_predictor(name: str, num_layers: int, num_experts: int, fingerprint: str = "") -> PredictorSource:
+    """``name`` is a kind that needs no fitting, or a file; an empty ``fingerprint`` is unknown. Raises UsageError for a predictor
+    that was fitted to another model, and as ``PredictorSource.open``."""
     if name in UNFITTED:
-        return make_unfitted(name, num_layers, num_experts)
-    refuse_unfitted(name)
-    file = PredictorFile.open(Path(name))
-    file.check(num_layers, num_experts, fingerprint)
-    return file.load()
-
-
-def make_unfitted(name: str, num_layers: int, num_experts: int) -> Predictor:
-    """One of UNFITTED."""
-    made: Predictor = PREDICTORS[name](num_layers, num_experts)
-    return made
-
-
-def refuse_unfitted(name: str) -> None:
-    """Raises UsageError for a kind where a file is needed."""
-    if name in PREDICTORS and name not in UNFITTED:
+        return PredictorSource(name, num_layers, num_experts)
+    if name in PREDICTORS:
         raise UsageError(f"--predictor {name}: has to be fitted first; give the file that tidegate fit-predictor wrote")
+    found = PredictorSource.open(Path(name))
+    shape, wanted = (found.num_layers, found.num_experts), (num_layers, num_experts)
+    if shape != wanted:
+        raise UsageError(
+            f"--predictor {name}: was fitted to {shape[0]} layers of {shape[1]} experts, not {wanted[0]} of {wanted[1]}"
+        )
+    if fingerprint and found.fingerprint and fingerprint != found.fingerprint:
+        raise UsageError(
+            f"--predictor {name}: was fitted to another model (routers {found.fingerprint}, not {fingerprint}); fit one to a "
+            "trace of this model"
+        )
+    return found
 
 
 _BROKEN = (ValueError, KeyError, TypeError, EOFError, OSError, AttributeError, NotImplementedError, zipfile.BadZipFile)

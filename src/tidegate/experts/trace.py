@@ -31,11 +31,11 @@ Array = NDArray[Any]
 
 @dataclass(frozen=True)
 class TraceMeta:
-    """What a trace says about itself. ``expert_bytes`` (one packed expert) and ``fixed_bytes`` (all that was in memory
-    beside expert slots) are 0 when unknown; ``sketch_dims`` is the width of the hidden-state sketches, ``guess_reach`` how many
-    layers ahead prefetch looked, both 0 for none; ``guess_width`` how many experts it names each time at
-    most, ``guess_curves`` the odds that it started from, as Lookahead takes them; ``fingerprint``, that of the
-    model's routers, is empty when unknown."""
+    """What a trace says about itself. ``expert_bytes`` (one packed expert) and ``fixed_bytes`` (all that was in memory beside
+    expert slots and predictor) are 0 when unknown; ``sketch_dims`` is the width of the hidden-state sketches, ``guess_reach``
+    how many layers ahead prefetch looked, both 0 for none; ``guess_width`` how many experts it names each time at most,
+    ``guess_curves`` the odds that it started from, as Lookahead takes them; ``fingerprint``, that of the model's routers, is
+    empty when unknown."""
 
     num_layers: int
     num_experts: int

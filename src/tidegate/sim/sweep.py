@@ -17,6 +17,7 @@ from tidegate.sim.replay import Step
 from tidegate.sim.simulate import Outcome, Profile, simulate
 
 SCALE_BITS = 0.5
+NO_FILES = ("none", "gates", "oracle")  # instead of a predictor that the engine could load
 
 
 @dataclass(frozen=True)
@@ -157,7 +158,7 @@ def run_flags(config: Configuration) -> str:
     """The flags of ``tidegate run`` that give this configuration, as far as the engine has them: it finds its own threshold, and
     its batch is who asks at the same time."""
     parts = [f"--policy {config.policy}", "--prefetch off" if config.predictor == "none" else "--prefetch auto"]
-    if config.predictor not in ("none", "gates", "oracle"):
+    if config.predictor not in NO_FILES:
         parts.append(f"--predictor {config.predictor}")
     if config.memory_bytes:
         gib, rest = divmod(config.memory_bytes, 1 << 30)
