@@ -47,6 +47,7 @@ def test_a_second_prompt_with_disjoint_experts(store: Path, visits: list) -> Non
     with _load_at_smallest(store) as model:
         ledger = model._runtime.ledger
         before = ledger.accounts()
+        visits.clear()  # of the dry run
         model.generate(EVEN, max_tokens=1)
         first = set().union(*(experts for _, experts in visits))
         visits.clear()
@@ -61,6 +62,7 @@ def test_a_second_prompt_with_disjoint_experts(store: Path, visits: list) -> Non
 def test_prefill_of_1300_tokens_touches_every_expert_once_a_chunk(store: Path, visits: list, prefetch: str) -> None:
     prompt = [(i * 37) % 200 for i in range(1300)]
     with _load_at_smallest(store, context=1400, prefill_chunk=256, prefetch=prefetch) as model:
+        visits.clear()  # of the dry run
         assert model.generate(prompt, max_tokens=2, ignore_eos=True).finish_reason == "length"
         counters, loads = model._runtime.cache.counters, model._runtime.loader.counters()
         ledger = model._runtime.ledger

@@ -36,16 +36,17 @@ def config(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (["--memory", "-8GiB"], "--memory '-8GiB'"),
+        (["--memory", "-8GiB"], "--memory '-8GiB': must be more than zero"),
         (["--memory", "0GiB"], "more than zero"),
-        (["--memory", "10PiB"], "--memory '10PiB'"),
+        (["--memory", "10PiB"], "more than 1 PiB"),
         (["--memory", "9999TiB"], "more than 1 PiB"),
         (["--memory", "8"], "number with a unit"),
         (["--memory", "8 gigs"], "number with a unit"),
         (["--memory", "100MiB"], "the smallest budget that works is"),
         (["--ram", "64"], "--ram '64'"),
         (["--ram", "8GiB", "--memory", "9GiB"], "--ram"),
-        (["--disk-bandwidth", "fast"], "--disk-bandwidth 'fast'"),
+        (["--disk-bandwidth", "fast"], "--disk-bandwidth 'fast': write a number with a unit, like 3GB/s"),
+        (["--ram", "64MiB"], "use more --ram or use fewer bits"),
         (["--context", "0"], "--context 0"),
         (["--context", "1000000"], "made for 4096 positions"),
         (["--batch", "0"], "--sequences 0"),
@@ -93,6 +94,13 @@ def test_the_card_in_three_forms(config: Path) -> None:
     assert "a token" in text and "runs: " in text and "ASSUMED" in text
     marked = plan(*asked, "--markdown").stdout
     assert "| budget | bytes | | |" in marked and "**runs: " in marked
+
+
+def test_a_budget_beyond_this_machine_is_one_for_another(config: Path) -> None:
+    done = plan(config, "--memory", "900TiB", "--json")
+    card = json.loads(done.stdout)
+    assert done.returncode == 0 and card["budget_bytes"] == 900 << 40 and card["verdict"] == "fits"
+    assert "for another machine, this one can never have more than" in card["budget"]
 
 
 def test_bandwidths_change_the_forecast_and_nothing_else(config: Path) -> None:

@@ -11,19 +11,19 @@ from tidegate.errors import UsageError
 _UNITS = {
     "B": 1,
     "KB": 1000, "MB": 1000**2, "GB": 1000**3, "TB": 1000**4,
-    "KiB": 1024, "MiB": 1024**2, "GiB": 1024**3, "TiB": 1024**4,
+    "KiB": 1024, "MiB": 1024**2, "GiB": 1024**3, "TiB": 1024**4, "PB": 1000**5, "PiB": 1024**5,
 }  # fmt: skip
 _SPELLING = {unit.lower(): unit for unit in _UNITS}
-_PATTERN = re.compile(r"(\d+(?:\.\d+)?)\s*([A-Za-z]+)")
+_PATTERN = re.compile(r"(-?\d+(?:\.\d+)?)\s*([A-Za-z]+)")
 _LARGEST_BYTES = 1 << 50
 
 
-def parse_bytes(text: str, flag: str = "--memory") -> int:
-    """Turn ``8GiB``, ``2200MB`` or ``4096 B`` into bytes. Raises UsageError naming ``flag``."""
+def parse_bytes(text: str, flag: str = "--memory", example: str = "8GiB (1024**3) or 8GB (1000**3)") -> int:
+    """Turn ``8GiB``, ``2200MB`` or ``4096 B`` into bytes. Raises UsageError naming ``flag`` and an ``example``."""
     match = _PATTERN.fullmatch(text.strip())
     unit = _SPELLING.get(match[2].lower()) if match else None
     if match is None or unit is None:
-        raise UsageError(f"{flag} {text!r}: write a number with a unit, like 8GiB (1024**3) or 8GB (1000**3)")
+        raise UsageError(f"{flag} {text!r}: write a number with a unit, like {example}")
     value = int(float(match[1]) * _UNITS[unit]) if "." in match[1] else int(match[1]) * _UNITS[unit]
     if value <= 0:
         raise UsageError(f"{flag} {text!r}: must be more than zero")

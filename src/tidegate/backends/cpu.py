@@ -22,6 +22,7 @@ class CpuBackend(AttentionOps):
     def __init__(self, threads: int, workspace: ByteArray, isa: str | None = None) -> None:
         compute = _core.Compute(threads, workspace, _choose_isa(isa or os.environ.get("TIDEGATE_ISA")))
         super().__init__(compute)
+        self.workspace_bytes = workspace.size
 
     def begin(self, batch: StepBatch) -> None:
         self._batch = batch

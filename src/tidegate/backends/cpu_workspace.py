@@ -38,11 +38,43 @@ class StepShape:
 
 @dataclass(frozen=True)
 class Activations:
-    """Of the largest step. ``peak_bytes``: with memory reused between operators, an upper bound, close; ``unshared_bytes``: if
-    every array had memory of its own until the step's end."""
+    """Of the largest step. ``counted_bytes``: with memory reused between operators, an upper bound, close; ``unshared_bytes``: if
+    every array had memory of its own until the step's end. ``measured_bytes``: in a dry run; 0 before there was one."""
 
-    peak_bytes: int
+    counted_bytes: int
     unshared_bytes: int
+    measured_bytes: int = 0
+
+    @property
+    def peak_bytes(self) -> int:
+        """What is planned for them."""
+        return max(self.counted_bytes, self.measured_bytes)
+
+
+@dataclass(frozen=True)
+class LayerKind:
+    """``count`` layers that are alike, from ``first`` on: their experts, and the formats of their dense matrices by name."""
+
+    first: int
+    count: int
+    layout: ExpertLayout | None
+    formats: tuple[tuple[str, Format], ...]
+
+
+def kinds_of_layers(
+    config: ModelConfig, dense: Mapping[str, Format], layouts: Sequence[ExpertLayout]
+) -> list[LayerKind]:
+    """Most models have one or two."""
+    formats: list[list[tuple[str, Format]]] = [[] for _ in config.moe_layers]
+    for name, fmt in dense.items():
+        if name.startswith("layers."):
+            _, number, suffix = name.split(".")
+            formats[int(number)].append((suffix, fmt))
+    left = iter(layouts)
+    kinds = [
+        (next(left) if is_moe else None, tuple(found)) for is_moe, found in zip(config.moe_layers, formats, strict=True)
+    ]
+    return [LayerKind(kinds.index(kind), count, *kind) for kind, count in Counter(kinds).items()]
 
 
 class _Level:
@@ -106,36 +138,22 @@ class _Counter:
     def count(self) -> Activations:
         level, config, shape = self._level, self._config, self._shape
         level.matrix(shape.tokens, config.hidden_size)
-        for layer, layout, count in self._kinds_of_layers():
+        for kind in kinds_of_layers(config, self._dense, self._layouts):
+            prefix = f"layers.{kind.first}."
             before = align_up(level.unshared_bytes, _ALIGNMENT)
             with level.scratch():
-                (self._latent if config.attention.is_mla else self._grouped)(f"layers.{layer}.")
+                (self._latent if config.attention.is_mla else self._grouped)(prefix)
             with level.scratch():
-                if layout is not None:
-                    self._moe(f"layers.{layer}.", layout)
+                if kind.layout is not None:
+                    self._moe(prefix, kind.layout)
                 else:
-                    self._mlp(f"layers.{layer}.", "gate_up", "down", config.dense_dim)
-            level.unshared_bytes += (count - 1) * (align_up(level.unshared_bytes, _ALIGNMENT) - before)
+                    self._mlp(prefix, "gate_up", "down", config.dense_dim)
+            level.unshared_bytes += (kind.count - 1) * (align_up(level.unshared_bytes, _ALIGNMENT) - before)
         level.matrix(shape.logit_rows, config.hidden_size)
         level.matrix(shape.logit_rows, config.hidden_size)
         head = self._dense["embed" if config.tied_embeddings else "head"]
         level.linear(head, shape.logit_rows, config.vocab_size, config.hidden_size)
         return Activations(level.peak_bytes, level.unshared_bytes)
-
-    def _kinds_of_layers(self) -> Iterator[tuple[int, ExpertLayout | None, int]]:
-        """A layer, its experts if it has some, and how many layers are like it: most models have one or two kinds."""
-        formats: list[list[tuple[str, Format]]] = [[] for _ in self._config.moe_layers]
-        for name, fmt in self._dense.items():
-            if name.startswith("layers."):
-                _, number, suffix = name.split(".")
-                formats[int(number)].append((suffix, fmt))
-        layouts = iter(self._layouts)
-        kinds = [
-            (next(layouts) if is_moe else None, tuple(found))
-            for is_moe, found in zip(self._config.moe_layers, formats, strict=True)
-        ]
-        for kind, count in Counter(kinds).items():
-            yield kinds.index(kind), kind[0], count
 
     def _grouped(self, prefix: str) -> None:
         level, att, tokens, hidden = self._level, self._config.attention, self._shape.tokens, self._config.hidden_size

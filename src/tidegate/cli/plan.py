@@ -92,9 +92,10 @@ def _card(
 ) -> Card:
     parsed = parse_options(EngineOptions, options)
     convert = ConvertOptions(parsed.experts or "auto", parsed.dense or "auto", parsed.group)
-    budget = (
-        budget_of_machine(parsed.memory_bytes, parse_bytes(ram, "--ram"), parsed.reserve) if ram else budget_of(parsed)
-    )
+    if ram:
+        budget = budget_of_machine(parsed.memory_bytes, parse_bytes(ram, "--ram"), parsed.reserve)
+    else:
+        budget = budget_of(parsed, is_for_here=False)
     threads = parsed.threads or len(os.sched_getaffinity(0))
     try:
         headers = read_headers(model, convert, not {"experts", "dense", "group"}.isdisjoint(options))
@@ -127,9 +128,10 @@ def _refuse(card: Card) -> NoReturn:
         missing = format_bytes(card.device.shortfall_bytes)
         raise UsageError(f"--vram: {missing} are missing; use fewer bits, a shorter --context or more VRAM")
     enough = [way.flag for way in card.ways_out if way.smallest_bytes <= card.budget.limit_bytes]
-    hint = f"it fits with {' or '.join(enough)}" if enough else "raise --memory or use fewer bits"
+    more = "use more --ram" if card.options.memory_bytes is None else "raise --memory"
+    hint = f"it fits with {' or '.join(enough)}" if enough else f"{more} or use fewer bits"
     raise BudgetTooSmall(card.budget.limit_bytes, card.needs.smallest_bytes, hint)
 
 
 def _rate(text: str | None, flag: str) -> int | None:
-    return parse_bytes(text.removesuffix("/s"), flag) if text else None
+    return parse_bytes(text.removesuffix("/s"), flag, "3GB/s") if text else None

@@ -39,8 +39,7 @@ def memory_rows(card: Card) -> list[Row]:
         "KV cache": f"{format_bytes(card.sizes.kv.token_bytes)} a token, {card.sizes.context_tokens:,} tokens"
         + (f" x {card.sizes.sequences}" if card.sizes.sequences > 1 else ""),
         "expert slots": _slots_note(card),
-        "workspace": f"activations of {card.sizes.step_tokens:,} tokens; {format_bytes(card.activations.unshared_bytes)} if "
-        "operators did not reuse each other's memory",
+        "workspace": _activations_note(card),
     }
     return [(owner, size, notes.get(owner, "")) for owner, size in accounts.items() if size]
 
@@ -226,6 +225,15 @@ def _slots_note(card: Card) -> str:
     low, high = min(card.plan.slots), max(card.plan.slots)
     each = f"{low}" if low == high else f"{low} to {high}"
     return f"{each} of {needs.num_experts} experts a layer ({card.plan.resident_ratio:.0%})"
+
+
+def _activations_note(card: Card) -> str:
+    found = card.activations
+    how = "counted"
+    if found.measured_bytes:
+        how = f"the larger of {format_bytes(found.counted_bytes)} counted and {format_bytes(found.measured_bytes)} measured"
+    unshared = format_bytes(found.unshared_bytes)
+    return f"activations of {card.sizes.step_tokens:,} tokens, {how}; {unshared} without reuse between operators"
 
 
 def _source_note(card: Card) -> str:

@@ -6,26 +6,29 @@ The plan is made, and a budget that is too small refused, before any weight is r
 from __future__ import annotations
 
 import os
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import asdict, dataclass
 from math import prod
-from typing import Any
+from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 
 from tidegate import _core
 from tidegate.backends.base import Backend, ByteArray, F32Array
+from tidegate.backends.cpu_workspace import kinds_of_layers
 from tidegate.checkpoint.reading import read_into
 from tidegate.checkpoint.store import ExpertStore
 from tidegate.config import EngineOptions
+from tidegate.engine.activation_peak import fingerprint, keep_peak, kept_peak
 from tidegate.engine.codec import TextCodec
+from tidegate.engine.dry_run import activation_peak, zero_experts
 from tidegate.engine.engine import Engine
 from tidegate.engine.kv_cache import KvCache
-from tidegate.engine.needs import Sizes, needs_of, scored_rows, sizes_of, ways_out, with_chunk
+from tidegate.engine.needs import Sizes, activation_inputs, needs_of, scored_rows, sizes_of, ways_out, with_chunk
 from tidegate.engine.predictors import PredictorChoice, choose_predictor
 from tidegate.engine.reserve import budget_of, watch_others
 from tidegate.engine.scheduler import Scheduler
-from tidegate.errors import CorruptFile
+from tidegate.errors import CorruptFile, OverBudget
 from tidegate.experts.base import CacheCounters
 from tidegate.experts.cache import ExpertCache
 from tidegate.experts.foreseer import Foreseer
@@ -40,12 +43,18 @@ from tidegate.model_config import ModelConfig
 from tidegate.models.decoder import Decoder
 from tidegate.models.guesses import FittedGates
 from tidegate.models.moe import Experts
-from tidegate.models.weights import model_weights, moe_weights
+from tidegate.models.weights import ModelWeights, model_weights, moe_weights
 from tidegate.plan import Plan, make_plan
 from tidegate.quant.formats import Format
 
+if TYPE_CHECKING:
+    from tidegate.backends.cpu import CpuBackend
+
 # Whoever embeds the library may use memory as well, as long as the budget holds: the ledger learns of it.
 _OWN_GROWTH_RATIO = 1.0
+_MOST_PLANS = (
+    4  # of a model whose activations were counted wrong: each has room for the array that the one before had none for
+)
 _HINTS = {
     "dense weights": "raise --memory or convert with --dense int4",
     "KV cache": "raise --memory, or lower --context or --sequences",
@@ -53,6 +62,13 @@ _HINTS = {
     "workspace": "raise --memory or lower --prefill-chunk",
     "predictor": "raise --memory or use --predictor gates",
 }
+
+
+class _CountedTooLittle(OverBudget):
+    """Activations do not fit the workspace that was planned for them. What they asked for has been kept."""
+
+    def __init__(self, asked_bytes: int, free_bytes: int) -> None:
+        super().__init__("workspace", asked_bytes, free_bytes, _HINTS["workspace"])
 
 
 @dataclass
@@ -97,7 +113,15 @@ class Runtime:
 
 def build(store: ExpertStore, options: EngineOptions, reader: _core.BlockReader | None = None) -> Runtime:
     """Raises UsageError, BudgetTooSmall, CheckpointError and its kinds. ``reader`` replaces the system's reads of experts
-    in tests."""
+    in tests. The first time that a model, batch and chunk are asked for, the largest step is tried, and if it takes more than was
+    counted, the plan is made again with what it took."""
+    for _ in range(_MOST_PLANS - 1):
+        with suppress(_CountedTooLittle):
+            return _build(store, options, reader)
+    return _build(store, options, reader)
+
+
+def _build(store: ExpertStore, options: EngineOptions, reader: _core.BlockReader | None) -> Runtime:
     config = store.config
     sizes_of(config, options)  # a context that cannot be is refused before anything is read
     codec = TextCodec(store)
@@ -131,6 +155,9 @@ def build(store: ExpertStore, options: EngineOptions, reader: _core.BlockReader 
                 _look_ahead(experts, loader, choice, plan, ledger, options.sequences)
         tensors = DenseTensors(store, dense)
         weights = model_weights(config, tensors, sizes.context_tokens, wide_inputs=sizes.wide_inputs)
+        if options.backend == "cpu":
+            nothing = zero_experts(slots, plan, store.layouts) if plan.slots else None
+            _try_largest_step(store, plan, weights, cast("CpuBackend", backend), nothing, sizes, threads)
         if experts is not None and gates is not None:
             assert config.moe is not None
             sources = gates.read(_carve(arena, ledger, "predictor", gates.nbytes))
@@ -166,6 +193,27 @@ def build(store: ExpertStore, options: EngineOptions, reader: _core.BlockReader 
         loader,
         kept,
     )
+
+
+def _try_largest_step(
+    store: ExpertStore,
+    plan: Plan,
+    weights: ModelWeights,
+    backend: CpuBackend,
+    experts: Experts | None,
+    sizes: Sizes,
+    threads: int,
+) -> None:
+    """Unless this has been done before. Raises _CountedTooLittle."""
+    inputs = activation_inputs(store, sizes, threads)
+    key = fingerprint(*inputs)
+    known = kept_peak(key)
+    if known is None or not known.is_whole:
+        layers = [kind.first for kind in kinds_of_layers(*inputs[:3])]
+        peak = activation_peak(weights, layers, store.config, backend, experts, sizes)
+        keep_peak(key, peak)
+        if not peak.is_whole:
+            raise _CountedTooLittle(peak.nbytes, plan.needs.workspace_bytes)
 
 
 def _plan(store: ExpertStore, options: EngineOptions, threads: int) -> tuple[EngineOptions, Plan, Budget]:

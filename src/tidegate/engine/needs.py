@@ -14,6 +14,7 @@ from tidegate.backends.cpu_workspace import Activations, StepShape, activations
 from tidegate.checkpoint.manifest import ALIGNMENT, DenseEntry, lay_out
 from tidegate.checkpoint.store import ExpertStore
 from tidegate.config import EngineOptions
+from tidegate.engine.activation_peak import fingerprint, kept_peak
 from tidegate.engine.predictors import PredictorChoice, choose_predictor
 from tidegate.errors import UsageError
 from tidegate.memory.arena import PAGE_BYTES
@@ -200,11 +201,21 @@ def _predictor(model: PackedModel, options: EngineOptions) -> PredictorChoice:
     return choose_predictor(model.config, options, model if isinstance(model, ExpertStore) else None)
 
 
-def activations_of(store: PackedModel, sizes: Sizes, threads: int) -> Activations:
-    """Of the largest step that these sizes allow."""
-    dense = {entry.name: entry.fmt for entry in store.dense.values() if entry.fmt is not None}
+ActivationInputs = tuple[ModelConfig, dict[str, Format], Sequence[ExpertLayout], KvLayout, StepShape]
+
+
+def activation_inputs(model: PackedModel, sizes: Sizes, threads: int) -> ActivationInputs:
+    """Everything that the activations of the largest step depend on."""
+    formats = {entry.name: entry.fmt for entry in model.dense.values() if entry.fmt is not None}
     shape = StepShape(sizes.step_tokens, sizes.sequences, sizes.context_tokens, threads, sizes.wide_inputs)
-    return activations(store.config, dense, store.layouts, sizes.kv, shape)
+    return model.config, formats, model.layouts, sizes.kv, shape
+
+
+def activations_of(model: PackedModel, sizes: Sizes, threads: int) -> Activations:
+    """Of the largest step that these sizes allow: counted, and measured if there was a dry run of it."""
+    inputs = activation_inputs(model, sizes, threads)
+    peak = kept_peak(fingerprint(*inputs))
+    return replace(activations(*inputs), measured_bytes=peak.nbytes if peak else 0)
 
 
 def scored_rows(config: ModelConfig, sizes: Sizes, workspace: int) -> int:

@@ -16,9 +16,10 @@ from tidegate.memory.budget import Budget, budget_of_process
 _FILE, KEPT_RUNS = "others.json", 20
 
 
-def budget_of(options: EngineOptions) -> Budget:
-    """Of this process, now. Raises UsageError for a budget that can never be had, or both --memory and --reserve."""
-    return budget_of_process(options.memory_bytes, options.reserve, max(rises(), default=0))
+def budget_of(options: EngineOptions, *, is_for_here: bool = True) -> Budget:
+    """Of this process, now. Raises UsageError for both --memory and --reserve, and for a budget that can never be had;
+    not ``is_for_here``: that one is for another machine, and the explanation says so."""
+    return budget_of_process(options.memory_bytes, options.reserve, max(rises(), default=0), is_for_here=is_for_here)
 
 
 def watch_others() -> Callable[[], None]:

@@ -77,11 +77,11 @@ def ceilings(
     return out
 
 
-def choose_budget(memory_bytes: int | None, found: list[Ceiling]) -> Budget:
+def choose_budget(memory_bytes: int | None, found: list[Ceiling], *, is_for_here: bool = True) -> Budget:
     """The budget that --memory asks for, or the default: the lowest ceiling minus its reserve.
 
-    Raises UsageError for a budget above what the machine or a limit could ever give; a budget above what is free only
-    right now is taken, and the explanation says so.
+    Raises UsageError for a budget above what the machine or a limit could ever give, if it ``is_for_here``; a budget above what
+    is free only right now is taken. The explanation says so.
     """
     tightest = min(found, key=lambda ceiling: ceiling.default_bytes)
     if memory_bytes is None:
@@ -91,6 +91,11 @@ def choose_budget(memory_bytes: int | None, found: list[Ceiling]) -> Budget:
         return Budget(tightest.default_bytes, explanation, tightest.reserve_bytes)
     hardest = min(found, key=lambda ceiling: ceiling.hard_bytes)
     if memory_bytes >= hardest.hard_bytes + 4096:  # the kernel keeps limits in whole pages, rounded down
+        if not is_for_here:
+            explanation = (
+                f"{format_bytes(memory_bytes)} by --memory: for another machine, this one can never have more than "
+            )
+            return Budget(memory_bytes, f"{explanation}{format_bytes(hardest.hard_bytes)} ({hardest.name})")
         raise UsageError(
             f"--memory {memory_bytes:,} B: more than this process can ever have, {hardest.hard_bytes:,} B "
             f"({hardest.name}); use --memory {tightest.default_bytes >> 20}MiB or less"
@@ -102,12 +107,15 @@ def choose_budget(memory_bytes: int | None, found: list[Ceiling]) -> Budget:
     return Budget(memory_bytes, explanation)
 
 
-def budget_of_process(memory_bytes: int | None, reserve_percent: int | None = None, rise_bytes: int = 0) -> Budget:
+def budget_of_process(
+    memory_bytes: int | None, reserve_percent: int | None = None, rise_bytes: int = 0, *, is_for_here: bool = True
+) -> Budget:
     """``choose_budget`` with what the kernel says now about this process."""
     _check_reserve(memory_bytes, reserve_percent)
     groups, limit = probe.memory_cgroups(), probe.address_space_limit()
     machine, process = probe.machine_memory(), probe.process_memory()
-    return choose_budget(memory_bytes, ceilings(machine, process, groups, limit, reserve_percent, rise_bytes))
+    found = ceilings(machine, process, groups, limit, reserve_percent, rise_bytes)
+    return choose_budget(memory_bytes, found, is_for_here=is_for_here)
 
 
 def budget_of_machine(memory_bytes: int | None, total_bytes: int, reserve_percent: int | None = None) -> Budget:

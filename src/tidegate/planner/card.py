@@ -96,6 +96,8 @@ class Card:
             "kv_bytes_per_token": self.sizes.kv.token_bytes,
             "kv_bytes": self.needs.kv_bytes,
             "activation_bytes": self.needs.workspace_bytes,
+            "activation_bytes_counted": self.activations.counted_bytes,
+            "activation_bytes_measured": self.activations.measured_bytes or None,
             "activation_bytes_without_reuse": self.activations.unshared_bytes,
             "context": self.sizes.context_tokens,
             "sequences": self.sizes.sequences,
