@@ -4,8 +4,8 @@ import gguf
 import numpy as np
 import pytest
 
+from conversions import check_store
 from gguf_files import write_gguf
-from test_convert import check_store
 from test_gguf_blocks import random_blocks
 from tidegate.checkpoint import gguf_blocks
 from tidegate.checkpoint.convert import ConvertOptions, convert

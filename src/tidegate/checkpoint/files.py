@@ -79,8 +79,9 @@ def parse_json(text: str | bytes, path: Path, offset: int) -> dict[str, Any]:
 
 @contextmanager
 def whole_file(path: Path) -> Iterator[BinaryIO]:
-    """To be written: ``path`` appears, and is on the disk, when the block ends well; otherwise nothing is left."""
-    partial = path.with_name(path.name + ".partial")
+    """To be written: ``path`` appears, and is on the disk, when the block ends well; otherwise nothing is left. Several
+    processes may write the same file; the last one's stays."""
+    partial = path.with_name(f"{path.name}.{os.getpid()}.partial")
     try:
         with partial.open("wb") as file:
             yield file

@@ -4,11 +4,11 @@ runs."""
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 
-from tidegate.checkpoint.files import cache_folder
+from tidegate.checkpoint.files import cache_folder, whole_file
 from tidegate.config import EngineOptions
 from tidegate.memory import probe
 from tidegate.memory.budget import Budget, budget_of_process
@@ -40,13 +40,10 @@ def rises() -> list[int]:
 def keep_rise(rise_bytes: int) -> None:
     """Nothing is kept where the cache folder cannot be written."""
     file = _file()
-    partial = file.with_name(f"{_FILE}.{os.getpid()}")
-    try:
+    with suppress(OSError):
         file.parent.mkdir(parents=True, exist_ok=True)
-        partial.write_text(json.dumps([*rises(), rise_bytes][-KEPT_RUNS:]))
-        partial.rename(file)
-    except OSError:
-        partial.unlink(missing_ok=True)
+        with whole_file(file) as output:
+            output.write(json.dumps([*rises(), rise_bytes][-KEPT_RUNS:]).encode())
 
 
 def _others_bytes() -> int:

@@ -13,7 +13,7 @@ from typing import Any
 
 import tidegate
 from tidegate.backends.cuda.probe import CudaRates
-from tidegate.checkpoint.files import cache_folder
+from tidegate.checkpoint.files import cache_folder, whole_file
 from tidegate.memory.probe import machine_memory
 from tidegate.quant.formats import Format
 
@@ -192,9 +192,8 @@ def keep_machine(machine: Machine, path: Path | str) -> Path:
     everything = _kept()
     everything.setdefault(machine.fingerprint, {})[file_system(path)] = machine.to_json()
     file.parent.mkdir(parents=True, exist_ok=True)
-    partial = file.with_name(f"{_FILE}.{os.getpid()}")
-    partial.write_text(json.dumps(everything, indent=1))
-    partial.rename(file)
+    with whole_file(file) as output:
+        output.write(json.dumps(everything, indent=1).encode())
     return file
 
 

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import json
-import os
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from tidegate.checkpoint.files import whole_file
 from tidegate.errors import CorruptFile, UsageError
 
 KEPT = 2
@@ -17,12 +17,8 @@ KEPT = 2
 def save(directory: Path, step: int, state: dict[str, Any]) -> Path:
     """Write ``checkpoint-<step>.pt`` atomically and delete all but the newest two."""
     path = directory / f"checkpoint-{step:07d}.pt"
-    temporary = path.with_suffix(".partial")
-    with temporary.open("wb") as output:
+    with whole_file(path) as output:
         torch.save(state, output)
-        output.flush()
-        os.fsync(output.fileno())
-    temporary.replace(path)
     for old in sorted(directory.glob("checkpoint-*.pt"))[:-KEPT]:
         old.unlink()
     return path
@@ -53,9 +49,8 @@ class Curve:
     def __init__(self, path: Path, resume_step: int) -> None:
         records = read_curve(path) if path.exists() else []
         kept = [record for record in records if record["step"] < resume_step]
-        temporary = path.with_suffix(".partial")
-        temporary.write_text("".join(json.dumps(record) + "\n" for record in kept))
-        temporary.replace(path)
+        with whole_file(path) as output:
+            output.writelines(json.dumps(record).encode() + b"\n" for record in kept)
         self._output = path.open("a", buffering=1)
 
     def write(self, record: dict[str, Any]) -> None:

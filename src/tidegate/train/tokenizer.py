@@ -14,6 +14,8 @@ from pathlib import Path
 import numpy as np
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 
+from tidegate.checkpoint.files import whole_file
+
 END_OF_TEXT = "<|endoftext|>"
 SPECIAL_TOKENS = (END_OF_TEXT, "<|im_start|>", "<|im_end|>")
 CHAT_TEMPLATE = (
@@ -67,8 +69,7 @@ def write_tokens(tokenizer: Tokenizer, source: Path, destination: Path) -> int:
     """Tokenize a corpus file; returns the number of tokens. Special tokens in the text are honoured (chats)."""
     end = tokenizer.token_to_id(END_OF_TEXT)
     count, batch = 0, []
-    temporary = destination.with_suffix(".partial")
-    with temporary.open("wb") as output:
+    with whole_file(destination) as output:
         for text in [*texts(source), None]:
             if text is not None:
                 batch.append(text)
@@ -78,7 +79,6 @@ def write_tokens(tokenizer: Tokenizer, source: Path, destination: Path) -> int:
                     count += len(ids)
                     output.write(ids.tobytes())
                 batch = []
-    temporary.replace(destination)
     return count
 
 
