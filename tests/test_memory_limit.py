@@ -3,6 +3,7 @@ agrees with the kernel."""
 
 import json
 import random
+import subprocess
 import sys
 from pathlib import Path
 
@@ -64,3 +65,31 @@ def test_a_budget_below_the_smallest_is_refused_under_its_own_limit(store: Path)
     smallest = _result(_run(store, 400 << 20))["plan"]["smallest_bytes"]
     done = _run(store, (smallest - (1 << 20)) // 4096 * 4096)
     assert done.returncode == 2 and done.oom_kills == 0 and "the smallest budget that works is" in done.stderr
+
+
+def test_budgets_hold_with_predictors(store: Path, tmp_path: Path) -> None:
+    text, trace = tmp_path / "text.txt", tmp_path / "t.trace"
+    text.write_text(PROMPT * 12)
+    _tidegate("trace", store, text, "-o", trace, "--memory", "400MiB", "--context", "512", "--sketch", "64")
+    draw, slots = random.Random(12), set()
+    plain = _result(_run(store, 400 << 20))
+    for kind in ("decayed", "mlp", "next-gate"):
+        name = str(tmp_path / f"{kind}.npz")
+        _tidegate("fit-predictor", trace, "--kind", kind, "-o", name, "--score-tokens", "9")
+        plan = _result(_run(store, 400 << 20, "--predictor", name))["plan"]
+        nbytes = plan["accounts_bytes"]["predictor"]
+        assert nbytes > 1 << 20 and plan["smallest_bytes"] > plain["plan"]["smallest_bytes"] + nbytes // 2
+        low, high = plan["smallest_bytes"] // 4096 + 128, plan["largest_useful_bytes"] // 4096 - 512
+        for pages in (low, draw.randint(low, high), draw.randint(low, high)):
+            result = _result(_run(store, 4096 * pages, "--predictor", name))
+            assert result["text"] == plain["text"]
+            peak, planned = result["peak_bytes"], 4096 * pages - result["plan"]["accounts_bytes"]["headroom"]
+            assert peak <= 4096 * pages and abs(planned - peak) <= 0.03 * peak, (kind, pages, result)
+            slots.add(sum(result["plan"]["slots_per_layer"]))
+    assert len(slots) > 5
+
+
+def _tidegate(*arguments: object) -> None:
+    subprocess.run(
+        [sys.executable, "-m", "tidegate", *map(str, arguments)], check=True, capture_output=True, timeout=300
+    )
