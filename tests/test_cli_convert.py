@@ -44,6 +44,7 @@ def test_convert_says_what_it_wrote_and_refuses_to_do_it_twice(tmp_path):
     ("arguments", "code", "said"),
     [
         (["/no/such", "dst"], 1, "/no/such: no such file or folder"),
+        (["builtin", "dst"], 1, "is an expert store already, which runs as it is"),
         (["org/model", "dst"], 1, "download it first"),
         ([".", "dst"], 1, "nothing to run here"),
         (["--experts", "int5", ".", "dst"], 2, "--experts int5"),

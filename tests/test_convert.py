@@ -148,7 +148,7 @@ def test_destinations(tmp_path):
     first = tree(dst)
     with pytest.raises(UsageError, match="--overwrite"):
         convert(src, dst)
-    with pytest.raises(CheckpointError, match="is a converted store already"):
+    with pytest.raises(CheckpointError, match="is an expert store already"):
         convert(dst, tmp_path / "again")
     convert(src, dst, ConvertOptions(experts="int8"), overwrite=True)
     assert tree(dst) != first and not list(dst.parent.glob("*.old*")) and not list(dst.parent.glob("*.partial"))

@@ -19,7 +19,7 @@ _INTERRUPTED = 130
 
 
 def command(
-    src: Annotated[Path, Argument(help="A Hugging Face folder or a GGUF file.")],
+    src: Annotated[str, Argument(help="A Hugging Face folder or a GGUF file.")],
     dst: Annotated[Path, Argument(help="The folder to make.")],
     experts: Annotated[
         str,
