@@ -153,6 +153,10 @@ void bind_route(nb::module_& m) {
            nb::keep_alive<1, 3>(), nb::keep_alive<1, 4>());
   m.def("norm_route", &norm_route, "compute"_a, "x"_a, "norm"_a, "router"_a, "norm and route in one call: its result first.");
   m.def("route", &route_to_numpy, "compute"_a, "x"_a, "router"_a, "Expert ids and weights [T, K], plain numpy.");
+  m.def("rank", [](const Matrix& scores, int top_k, int most) {
+    Ranking found = rank(scores, top_k, most);
+    return std::tuple(std::move(found.experts), std::move(found.margins));
+  }, "scores"_a, "top_k"_a, "most"_a, "(experts, margins), a list a row; see route.h.");
 }
 
 // ---- sample.h ------------------------------------------------------------------------------------------------------------

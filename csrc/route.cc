@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <cmath>
 #include <limits>
+#include <numeric>
 #include <stdexcept>
 #include <vector>
 
@@ -140,6 +141,34 @@ void route(Compute& compute, const Matrix& x, const RouterParams& router, std::i
       chooser.choose(logits.row(t), ids + t * router.top_k, weights + t * router.top_k);
     }
   });
+}
+
+Ranking rank(const Matrix& scores, int top_k, int most) {
+  const auto experts = static_cast<std::size_t>(scores.cols);
+  if (top_k < 1 || top_k > most || most > scores.cols) throw std::invalid_argument("rank: 1 <= top_k <= most <= experts");
+  Ranking out;
+  std::vector<std::int32_t> order(experts);
+  for (std::int64_t t = 0; t < scores.rows; ++t) {
+    const float* const row = scores.row(t);
+    std::iota(order.begin(), order.end(), 0);
+    const auto better = [row](std::int32_t a, std::int32_t b) { return row[a] != row[b] ? row[a] > row[b] : a < b; };
+    std::partial_sort(order.begin(), order.begin() + most, order.end(), better);
+    double sum = 0.0, squares = 0.0;
+    for (std::size_t e = 0; e < experts; ++e) sum += row[e];
+    const double mean = sum / static_cast<double>(experts);
+    for (std::size_t e = 0; e < experts; ++e) squares += (row[e] - mean) * (row[e] - mean);
+    const double deviation = std::sqrt(squares / static_cast<double>(experts)) + 1e-30;
+    const auto score = [&](int place) { return static_cast<double>(row[order[static_cast<std::size_t>(place)]]); };
+    const double edge = 0.5 * (score(top_k - 1) + score(std::min(top_k, most - 1)));
+    std::vector<float> margins;
+    for (int place = 0; place < most; ++place) {
+      const double margin = std::clamp((score(place) - edge) / deviation, -kLargestMargin, kLargestMargin);
+      margins.push_back(static_cast<float>(std::nearbyint(256.0 * margin) / 256.0));
+    }
+    out.experts.emplace_back(order.begin(), order.begin() + most);
+    out.margins.push_back(std::move(margins));
+  }
+  return out;
 }
 
 }  // namespace tidegate

@@ -1,6 +1,7 @@
 // Which experts a token goes to: router logits, and the rules that models have for choosing from them.
 #pragma once
 #include <cstdint>
+#include <vector>
 
 #include "compute.h"
 
@@ -29,5 +30,15 @@ void check_router(const RouterParams& router);
 // x [T, hidden] -> ids and weights [T][top_k], in the order of choice: best score first, ties towards the lower id. Logits
 // are float32 (one order of sums), everything after is float64.
 void route(Compute& compute, const Matrix& x, const RouterParams& router, std::int32_t* ids, float* weights);
+
+// For each row of scores [T, E] the `most` best experts, best first, ties towards the lower id, and how far each is above the
+// edge: the middle between the last of top_k and the first after it. In standard deviations of the row, at most kLargestMargin
+// either way, in steps of 1/256, so that a float16 holds it. 1 <= top_k <= most <= E.
+struct Ranking {
+  std::vector<std::vector<std::int32_t>> experts;
+  std::vector<std::vector<float>> margins;
+};
+inline constexpr double kLargestMargin = 8.0;
+Ranking rank(const Matrix& scores, int top_k, int most);
 
 }  // namespace tidegate

@@ -14,7 +14,7 @@ from tidegate import _core
 from tidegate.errors import ReadFailed
 from tidegate.experts.cache import ExpertCache
 from tidegate.experts.loader import NativeLoader
-from tidegate.experts.lookahead import REACH
+from tidegate.experts.lookahead import DISTANCES
 from tidegate.experts.policy import POLICIES, policy_factory
 from tidegate.experts.trace import TraceReader
 from tidegate.sim.ahead import Gates
@@ -94,7 +94,7 @@ def test_the_engines_prefetch_runs_in_the_simulator(
             model.generate([[1, 2, 3], [4]], max_tokens=80, ignore_eos=True, temperature=1.0, seed=3)
         live, slots = model.stats(), model.plan.slots
     reader = TraceReader(path)
-    assert reader.meta.guess_reach == min(REACH, reader.meta.num_layers)
+    assert reader.meta.guess_reach == DISTANCES
     profile = Profile(needs.slot_bytes, 1e9, 1e-5, 1e-5)
     ahead = Gates(reader.meta.guess_curves)
     found = simulate(

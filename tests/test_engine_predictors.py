@@ -123,7 +123,8 @@ def test_its_bytes_are_in_the_plan_and_the_ledger(fitted: tuple[Path, dict[str, 
     with load_model(store, memory=memory, sequences=2, predictor=predictor) as model:
         needs, accounts = model.plan.needs, model.plan.accounts()
         assert sum(accounts.values()) == memory
-        assert accounts["predictor"] == needs.predictor_heap_bytes == model.runtime.ledger.accounts()["predictor"]
+        both_bytes = needs.predictor_heap_bytes + needs.predictor_bytes  # gates guess for traces in any case
+        assert accounts["predictor"] == both_bytes == model.runtime.ledger.accounts()["predictor"]
         model.generate([[1, 2], [3, 4], [5]], max_tokens=5, ignore_eos=True)
         remembered = model.runtime.experts.foreseer.predictor
         histories = getattr(remembered, "_histories", {})

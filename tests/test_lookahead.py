@@ -11,7 +11,7 @@ from stores import deepseek_config, qwen_config, write_store
 from tidegate import _core
 from tidegate.experts.base import ExpertKey
 from tidegate.experts.cache import ExpertCache
-from tidegate.experts.lookahead import MOST_ROWS, Lookahead
+from tidegate.experts.lookahead import AHEAD, MOST_ROWS, Lookahead
 from tidegate.experts.policy import POLICIES
 from tidegate.sim.replay import InstantLoader
 
@@ -58,7 +58,7 @@ def _run(steps: int, accuracy: float, busy: float, *, prefetch: bool = True) -> 
             if prefetch and lookahead.wants_guesses and layer + 1 < LAYERS:
                 wrong = rng.sample([e for e in range(NUM_EXPERTS) if e not in routed[layer + 1]], TOP_K)
                 guess = [e if rng.random() < accuracy else w for e, w in zip(routed[layer + 1], wrong, strict=True)]
-                lookahead.foresee(layer + 1, 1, guess)
+                lookahead.foresee(layer + 1, AHEAD, guess, [0.5] * TOP_K)
             placements.close()
             cache.check_integrity()
     return cache, lookahead, loader

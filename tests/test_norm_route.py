@@ -123,3 +123,30 @@ def test_more_experts_than_the_groups_hold_are_refused():
     backend = cpu_backend()
     with pytest.raises(ValueError, match="cannot choose 3 of 2 experts"):
         backend.route(backend.compute.from_numpy(normal(0, 1, 4)), Router(normal(0, 8, 4), None, None, config))
+
+
+@given(st.integers(1, 5), st.integers(1, 70), st.integers(0, 1000), st.booleans(), st.data())
+@settings(max_examples=80, deadline=None)
+def test_ranks_and_margins(tokens, experts, seed, has_ties, data):
+    top_k = data.draw(st.integers(1, experts))
+    most = data.draw(st.integers(top_k, experts))
+    scores = normal(seed, tokens, experts) * 20
+    if has_ties:
+        scores = np.rint(scores / 20)
+    backend = cpu_backend()
+    ids, margins = backend.rank(backend.compute.from_numpy(scores), top_k, most)
+    want_ids, want_margins = REFERENCE.rank(scores, top_k, most)
+    assert ids == want_ids
+    np.testing.assert_allclose(margins, want_margins, atol=1 / 256)
+    assert (np.float16(margins) == np.array(margins)).all() and np.abs(margins).max() <= 8
+    sorted_rows = -np.sort(-scores, axis=1)
+    if most > top_k and (sorted_rows[:, top_k - 1] > sorted_rows[:, top_k] + 1).all():
+        assert (np.array(margins)[:, :top_k] > 0).all() and (np.array(margins)[:, top_k:] < 0).all()
+
+
+def test_an_impossible_ranking_is_refused():
+    backend = cpu_backend()
+    scores = backend.compute.from_numpy(normal(0, 1, 4))
+    for top_k, most in ((0, 2), (3, 2), (1, 5)):
+        with pytest.raises(ValueError, match="top_k <= most"):
+            backend.rank(scores, top_k, most)

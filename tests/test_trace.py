@@ -12,6 +12,7 @@ from tidegate.errors import CorruptFile, UsageError
 from tidegate.experts import trace as trace_module
 from tidegate.experts.trace import TraceMeta, TraceReader, TraceWriter, sketch_matrix
 from tidegate.experts.trace_import import import_arrays, import_npz
+from tidegate.models.guesses import Guess
 
 
 def _write(path: Path, steps: int = 30, seed: int = 0) -> list[tuple[np.ndarray, np.ndarray]]:
@@ -53,31 +54,51 @@ def test_round_trip_in_several_chunks(tmp_path, monkeypatch):
 def test_guesses_come_back_and_belong_to_the_layer_that_they_are_about(tmp_path):
     path = tmp_path / "t.trace"
     writer = TraceWriter(path, TraceMeta(3, 300, 2, guess_reach=2, guess_width=3))
-    guessed = {(1, 1): [[299, 5], [1, 2]], (2, 2): [[7, 8], [9, 10]], (2, 1): [[3, 4], [5, 6]]}
+    guessed = {(1, 1): [[299, 5], [1, 2]], (2, 0): [[7, 8], [9, 10]], (2, 1): [[3, 4], [5, 6]]}
     for _ in range(2):
         writer.begin_step(np.zeros(2), np.arange(2), np.zeros(2))
         for layer in range(3):
             writer.record(np.zeros((2, 2), np.int32), np.ones((2, 2)))
-            for distance in (1, 2):
-                if layer + distance < 3:
-                    ranked = np.array(guessed[layer + distance, distance])
-                    writer.record_guess(layer + distance, distance, ranked, np.full((2, 2), distance / 4))
+            for distance in (0, 1):
+                if (layer, distance) in guessed:
+                    margins = [[distance / 4] * 2] * 2
+                    writer.record_guess(Guess(layer, distance, guessed[layer, distance], margins))
         writer.end_step()
     writer.close()
     reader = TraceReader(path)
-    assert (reader.meta.version, reader.meta.guess_reach) == (3, 2)
+    assert (reader.meta.version, reader.meta.guess_reach) == (4, 2)
     (chunk,) = reader
     assert chunk.guesses.shape == chunk.margins.shape == (4, 3, 2, 3)
-    assert np.isnan(chunk.margins[:, 0]).all() and np.isnan(chunk.margins[:, 1, 1]).all()
+    assert np.isnan(chunk.margins[:, 0]).all() and np.isnan(chunk.margins[:, 1, 0]).all()
     for (layer, distance), ranked in guessed.items():
-        assert chunk.guesses[:, layer, distance - 1, :2].tolist() == ranked * 2
-        margins = chunk.margins[:, layer, distance - 1]
+        assert chunk.guesses[:, layer, distance, :2].tolist() == ranked * 2
+        margins = chunk.margins[:, layer, distance]
         assert (margins[:, :2] == distance / 4).all() and np.isnan(margins[:, 2]).all()
     broken = io.BytesIO()
     np.save(broken, np.full_like(chunk.guesses, 300))
     _rewrite(path, "00000/guesses.npy", broken.getvalue())
     with pytest.raises(CorruptFile, match=r"expert id in 00000/guesses"):
         list(TraceReader(path))
+
+
+@pytest.mark.parametrize("version", [2, 3])
+def test_guesses_of_older_versions_were_made_elsewhere_and_are_left_out(tmp_path, version):
+    path = tmp_path / "t.trace"
+    meta = TraceMeta(2, 8, 1, guess_reach=2, guess_width=1, guess_curves=((1.0, 0.0, 0.0),) * 2)
+    writer = TraceWriter(path, meta)
+    writer.begin_step(np.zeros(1), np.zeros(1), np.zeros(1))
+    for layer in range(2):
+        writer.record(np.full((1, 1), layer, np.int32), np.ones((1, 1)))
+    writer.record_guess(Guess(1, 1, [[3]], [[0.5]]))
+    writer.end_step()
+    writer.close()
+    with zipfile.ZipFile(path) as archive:
+        data = json.loads(archive.read("meta.json"))
+    _rewrite(path, "meta.json", json.dumps({**data, "version": version}).encode())
+    reader = TraceReader(path)
+    assert (reader.meta.version, reader.meta.guess_reach, reader.meta.guess_curves) == (version, 0, ())
+    (chunk,) = reader
+    assert chunk.experts.tolist() == [[[0], [1]]] and chunk.guesses.size == 0
 
 
 def test_nothing_appears_before_close_and_discard_leaves_nothing(tmp_path):
@@ -125,7 +146,7 @@ def test_a_future_version_says_so(tmp_path):
     _write(path, steps=2)
     meta = json.loads(zipfile.ZipFile(path).read("meta.json"))
     _rewrite(path, "meta.json", json.dumps({**meta, "version": 9}).encode())
-    with pytest.raises(CorruptFile, match=r"trace version.*wanted 1 or 2 or 3, got 9"):
+    with pytest.raises(CorruptFile, match=r"trace version.*wanted 1 or 2 or 3 or 4, got 9"):
         TraceReader(path)
 
 

@@ -121,6 +121,7 @@ def route(compute: Compute, x: Matrix, router: RouterParams) -> tuple[I32Array, 
 def norm_route(
     compute: Compute, x: Matrix, norm: NormWeights, router: RouterParams
 ) -> tuple[Matrix, I32Array, F32Array]: ...
+def rank(scores: Matrix, top_k: int, most: int) -> tuple[list[list[int]], list[list[float]]]: ...
 
 # ---- sample.h
 

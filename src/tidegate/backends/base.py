@@ -158,6 +158,10 @@ class Routing(Generic[A]):
     topk_weights_TK: F32Array
 
 
+Ranking = tuple[list[list[int]], list[list[float]]]
+LARGEST_MARGIN = 8.0
+
+
 class ExpertSlots(ABC):
     """The slots of the arena as a backend sees them.
 
@@ -226,6 +230,12 @@ class Backend(ABC, Generic[A]):
         """``norm`` and what ``route`` says of it, likewise."""
         normed = self.norm(x, norm)
         return normed, self.route(normed, router)
+
+    @abstractmethod
+    def rank(self, scores: A, top_k: int, most: int) -> Ranking:
+        """[T, E] -> for each row the ``most`` best experts, best first, ties towards the lower id, and their margins: how far
+        each is above the edge, the middle between the last of ``top_k`` and the first after it, in standard deviations of the
+        row, at most LARGEST_MARGIN either way, in steps of 1/256 (which float16 holds)."""
 
     @abstractmethod
     def moe(

@@ -12,6 +12,7 @@ from tidegate.backends.base import (
     KvLayout,
     Linear,
     Norm,
+    Ranking,
     Rope,
     Router,
     Routing,
@@ -73,6 +74,9 @@ class AttentionOps(LinearOps):
         params = known[0] if known else self._make_router(router)
         normed, ids_TK, weights_TK = _core.norm_route(self.compute, x, self._norm(norm), params)
         return normed, Routing(ids_TK, weights_TK)
+
+    def rank(self, scores: Matrix, top_k: int, most: int) -> Ranking:
+        return _core.rank(scores, top_k, most)
 
     def _norm(self, norm: Norm) -> _core.NormWeights:
         known = self._norms.get(id(norm))

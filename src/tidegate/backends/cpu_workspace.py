@@ -13,7 +13,6 @@ from dataclasses import dataclass
 
 from tidegate.backends.base import KvLayout
 from tidegate.experts.gates_file import GATES_FORMAT
-from tidegate.experts.lookahead import REACH
 from tidegate.model_config import ModelConfig
 from tidegate.quant.formats import Format
 from tidegate.quant.layout import ExpertLayout
@@ -142,6 +141,8 @@ class _Counter:
             prefix = f"layers.{kind.first}."
             before = align_up(level.unshared_bytes, _ALIGNMENT)
             with level.scratch():
+                if kind.layout is not None:
+                    self._guess()
                 (self._latent if config.attention.is_mla else self._grouped)(prefix)
             with level.scratch():
                 if kind.layout is not None:
@@ -154,6 +155,14 @@ class _Counter:
         head = self._dense["embed" if config.tied_embeddings else "head"]
         level.linear(head, shape.logit_rows, config.vocab_size, config.hidden_size)
         return Activations(level.peak_bytes, level.unshared_bytes)
+
+    def _guess(self) -> None:
+        """models/guesses.py, at the start of a layer."""
+        level, moe = self._level, self._config.moe
+        assert moe is not None
+        with level.scratch():
+            level.matrix(self._shape.tokens, self._config.hidden_size)
+            level.linear(GATES_FORMAT, self._shape.tokens, moe.num_experts, self._config.hidden_size)
 
     def _grouped(self, prefix: str) -> None:
         level, att, tokens, hidden = self._level, self._config.attention, self._shape.tokens, self._config.hidden_size
@@ -227,7 +236,7 @@ class _Counter:
         with level.scratch():
             level.matrix(tokens, moe.num_experts)
         with level.scratch():  # models/guesses.py
-            level.linear(GATES_FORMAT, tokens, REACH * moe.num_experts, hidden)
+            level.linear(GATES_FORMAT, tokens, moe.num_experts, hidden)
         if moe.shared_dim:
             self._gated(prefix, "shared_gate_up", "shared_down", moe.shared_dim)
         level.matrix(tokens, hidden)

@@ -21,6 +21,7 @@ from tidegate.backends.base import (
     KvLayout,
     Linear,
     Norm,
+    Ranking,
     Router,
     Routing,
     StepBatch,
@@ -31,6 +32,7 @@ from tidegate.backends.reference_math import (
     choose,
     gated_activation,
     normalize,
+    ranked_margins,
     rotate,
     sigmoid,
     softmax,
@@ -143,6 +145,9 @@ class ReferenceBackend(Backend[F32Array]):
         if router.bias_E is not None:
             logits += router.bias_E
         return Routing(*choose(logits.astype(np.float32), router.correction_E, router.config))
+
+    def rank(self, scores: F32Array, top_k: int, most: int) -> Ranking:
+        return ranked_margins(scores, top_k, most)
 
     def moe(
         self,

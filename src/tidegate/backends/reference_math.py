@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from tidegate.backends.base import ByteArray, F32Array, I32Array, Norm, Rope
+from tidegate.backends.base import LARGEST_MARGIN, ByteArray, F32Array, I32Array, Norm, Ranking, Rope
 from tidegate.model_config import MoeConfig
 from tidegate.quant.formats import MXFP4_VALUES, Format
 from tidegate.quant.pack import unpack, unpack_codes
@@ -201,3 +201,14 @@ def _sparsemixer(logits_TE: F64Array, jitter: float) -> tuple[I32Array, F32Array
         weights.append(np.take_along_axis(near, best_T1, axis=1))
         np.put_along_axis(open_TE, best_T1, -np.inf, axis=1)
     return np.concatenate(ids, axis=1).astype(np.int32), np.concatenate(weights, axis=1).astype(np.float32)
+
+
+def ranked_margins(scores_TE: F32Array, top_k: int, most: int) -> Ranking:
+    """``Backend.rank``."""
+    scores_TE = scores_TE.astype(np.float64)
+    ids = np.argsort(-scores_TE, axis=1, kind="stable")[:, :most]
+    best = np.take_along_axis(scores_TE, ids, axis=1)
+    edge_T = 0.5 * (best[:, top_k - 1] + best[:, min(top_k, most - 1)])
+    margins = (best - edge_T[:, None]) / (scores_TE.std(axis=1, keepdims=True) + 1e-30)
+    steps = np.rint(256 * margins.clip(-LARGEST_MARGIN, LARGEST_MARGIN))
+    return ids.tolist(), (steps / 256).tolist()

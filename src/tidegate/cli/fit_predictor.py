@@ -125,11 +125,10 @@ def _recall_text(recall: Recall, tokens: int) -> str:
         f"  recall on {tokens:,} other tokens   the routers alone   fitted   misses of {recall.slots} slots: alone   fitted"
     ]
     columns = (recall.own, recall.fitted, recall.own_misses, recall.fitted_misses)
-    for distance, (own, fitted, own_misses, fitted_misses) in enumerate(zip(*columns, strict=True), start=1):
-        layers = "1 layer ahead " if distance == 1 else f"{distance} layers ahead"
-        lines.append(f"  {layers}{own:>32.1%}{fitted:>9.1%}{own_misses:>29.1%}{fitted_misses:>9.1%}")
-    for layer, found in enumerate(recall.embedded):
-        lines.append(f"  layer {layer} from the token alone{'':>22}{found:>9.1%}")
+    when_asked = ("at the layer's start", "a layer ahead")
+    for when, own, fitted, own_misses, fitted_misses in zip(when_asked, *columns, strict=True):
+        lines.append(f"  {when:24}{own:>22.1%}{fitted:>9.1%}{own_misses:>29.1%}{fitted_misses:>9.1%}")
+    lines.append(f"  the first layer, from the token alone{'':>17}{recall.embedded:>9.1%}")
     return "\n".join(lines)
 
 

@@ -15,7 +15,7 @@ from tidegate.checkpoint.convert.options import ConvertOptions
 from tidegate.cli.arguments import Argument, Flag
 from tidegate.config import EngineOptions
 from tidegate.errors import BudgetTooSmall, UsageError
-from tidegate.experts.lookahead import REACH
+from tidegate.experts.foreseer import REACH
 from tidegate.experts.policy import DEFAULT_POLICY, policy_factory
 from tidegate.experts.predictor_file import PredictorSource, find_predictor
 from tidegate.experts.trace import TraceMeta, TraceReader

@@ -32,8 +32,9 @@ from tidegate.errors import CorruptFile, OverBudget
 from tidegate.experts.base import CacheCounters
 from tidegate.experts.cache import ExpertCache
 from tidegate.experts.foreseer import Foreseer
+from tidegate.experts.gates_file import pack_gates
 from tidegate.experts.loader import LoaderOptions, NativeLoader
-from tidegate.experts.lookahead import RANK_CURVES, Lookahead
+from tidegate.experts.lookahead import OWN_CURVES, Lookahead
 from tidegate.experts.policy import policy_factory
 from tidegate.memory.arena import Arena
 from tidegate.memory.budget import Budget
@@ -41,7 +42,7 @@ from tidegate.memory.ledger import Ledger
 from tidegate.memory.probe import process_memory
 from tidegate.model_config import ModelConfig
 from tidegate.models.decoder import Decoder
-from tidegate.models.guesses import FittedGates
+from tidegate.models.guesses import Gates, own_gates
 from tidegate.models.moe import Experts
 from tidegate.models.weights import ModelWeights, model_weights, moe_weights
 from tidegate.plan import Plan, make_plan
@@ -150,7 +151,7 @@ def _build(store: ExpertStore, options: EngineOptions, reader: _core.BlockReader
             experts = Experts(cache, loader, store.layouts)
             choice = choose_predictor(config, options, store)
             gates = choice.gates
-            experts.curves = gates.curves if gates else RANK_CURVES
+            experts.curves = gates.curves if gates else OWN_CURVES
             if options.prefetch == "auto" and min(plan.slots) < plan.needs.num_experts:
                 _look_ahead(experts, loader, choice, plan, ledger, options.sequences)
         tensors = DenseTensors(store, dense)
@@ -158,10 +159,11 @@ def _build(store: ExpertStore, options: EngineOptions, reader: _core.BlockReader
         if options.backend == "cpu":
             nothing = zero_experts(slots, plan, store.layouts) if plan.slots else None
             _try_largest_step(store, plan, weights, cast("CpuBackend", backend), nothing, sizes, threads)
-        if experts is not None and gates is not None:
+        if experts is not None and plan.needs.predictor_bytes:
             assert config.moe is not None
-            sources = gates.read(_carve(arena, ledger, "predictor", gates.nbytes))
-            experts.guesser = FittedGates(backend, moe_weights(weights), sources, config.moe)
+            memory, layers = _carve(arena, ledger, "predictor", plan.needs.predictor_bytes), moe_weights(weights)
+            linears = gates.read(memory[: gates.nbytes]) if gates else pack_gates(own_gates(layers), memory, threads)
+            experts.guesser = Gates(backend, layers, linears, config.moe)
         decoder = Decoder(config, weights, backend, experts)
         scheduler = Scheduler(
             KvCache(sizes.num_pages, sizes.kv.page_tokens),
@@ -174,7 +176,7 @@ def _build(store: ExpertStore, options: EngineOptions, reader: _core.BlockReader
         eos = frozenset(config.eos_token_ids)
         ledger.settle()
         kept = resources.pop_all()
-    memory = slots if plan.slots else dense
+    largest = slots if plan.slots else dense
     return Runtime(
         store,
         config,
@@ -185,7 +187,7 @@ def _build(store: ExpertStore, options: EngineOptions, reader: _core.BlockReader
         engine,
         decoder,
         threads,
-        memory,
+        largest,
         codec,
         eos,
         experts,

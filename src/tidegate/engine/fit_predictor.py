@@ -43,7 +43,7 @@ def fit_model(
     if config.moe is None:
         raise UsageError(f"{store.path}: has no experts, so there is nothing to predict")
     path = output or store.path / PREDICTOR_FILE
-    spool = SPOOL_BYTES // (2 * config.hidden_size * (config.num_moe_layers + 1))
+    spool = SPOOL_BYTES // (2 * config.hidden_size * 2 * config.num_moe_layers)
     most = tokens or min(MOST_TOKENS, max(LEAST_TOKENS, spool))
     fitting, held_out = _pieces(texts, min(PIECE_TOKENS, model.context - 1), most, held_out_ratio)
     with closing(record_inputs(model, [*fitting, *held_out], path.parent)) as inputs:

@@ -25,7 +25,7 @@ from tidegate.engine.sequence import Sampled, Sequence
 from tidegate.engine.source import open_store
 from tidegate.errors import UsageError
 from tidegate.experts.gates_file import fingerprint
-from tidegate.experts.lookahead import REACH
+from tidegate.experts.lookahead import DISTANCES
 from tidegate.experts.trace import TraceMeta, TraceWriter
 from tidegate.plan import Plan
 
@@ -166,7 +166,7 @@ class Model:
             sketch_dims = sketch_dims or wanted
         meta = TraceMeta(
             config.num_moe_layers, config.moe.num_experts, config.moe.num_experts_per_tok, source, needs.slot_bytes,
-            needs.fixed_bytes - needs.predictor_heap_bytes, sketch_dims, min(REACH, config.num_moe_layers),
+            needs.fixed_bytes - needs.predictor_heap_bytes, sketch_dims, DISTANCES if runtime.experts.guesser else 0,
             runtime.decoder.guess_width, tuple(runtime.experts.curves), fingerprint(runtime.store),
         )  # fmt: skip
         writer = TraceWriter(path, meta)

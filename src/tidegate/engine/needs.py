@@ -152,7 +152,7 @@ def alternatives(
         [Alternative("--kv f16", model, replace(options, kv="f16"))],
     ]
     predictor = _predictor(model, options)
-    if predictor.arena_bytes or predictor.heap_bytes:
+    if predictor.gates or predictor.heap_bytes:
         families.append([Alternative("--predictor gates", model, replace(options, predictor="gates"))])
     out = []
     for family in families:

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from tidegate.checkpoint.store import ExpertStore
 from tidegate.config import EngineOptions
 from tidegate.errors import UsageError
-from tidegate.experts.gates_file import GatesFile, find_gates, fingerprint, open_gates
+from tidegate.experts.gates_file import GatesFile, find_gates, fingerprint, open_gates, own_gates_bytes
 from tidegate.experts.predictor_file import PREDICTORS, PredictorSource, find_predictor
 from tidegate.model_config import ModelConfig
 
@@ -17,16 +17,13 @@ _ZIP_MAGIC = b"PK"
 
 @dataclass(frozen=True)
 class PredictorChoice:
-    """``gates``: matrices for the guesses of the routers' gates, kept in the arena. ``source``: of a predictor that guesses
-    instead, kept on the heap. Neither: the routers themselves, or nobody."""
+    """``gates``: fitted gates, else the routers' own are packed; either is in the arena, and guesses for traces in any case.
+    ``source``: of a predictor that guesses for prefetch instead, kept on the heap."""
 
     gates: GatesFile | None = None
     source: PredictorSource | None = None
     heap_bytes: int = 0
-
-    @property
-    def arena_bytes(self) -> int:
-        return self.gates.nbytes if self.gates else 0
+    arena_bytes: int = 0
 
 
 def choose_predictor(config: ModelConfig, options: EngineOptions, store: ExpertStore | None) -> PredictorChoice:
@@ -35,16 +32,24 @@ def choose_predictor(config: ModelConfig, options: EngineOptions, store: ExpertS
     name, moe = options.predictor, config.moe
     if moe is None or options.prefetch == "off":
         if name == "auto":
-            return PredictorChoice()
+            return _gates(config, None)
         why = "this model has no experts" if moe is None else "--prefetch is off"
         raise UsageError(f"--predictor {name} has no effect: {why}")
     if name in ("auto", "gates"):
-        return PredictorChoice(find_gates(store, name) if store else None)
+        return _gates(config, find_gates(store, name) if store else None)
     if name not in PREDICTORS and _is_gates_file(Path(name)):
-        return PredictorChoice(find_gates(store, name) if store else open_gates(Path(name), config))
+        return _gates(config, find_gates(store, name) if store else open_gates(Path(name), config))
     source = find_predictor(name, config.num_moe_layers, moe.num_experts, fingerprint(store) if store else "")
     nbytes = source.heap_bytes(moe.num_experts_per_tok, options.sequences, config.hidden_size)
-    return PredictorChoice(None, source, nbytes)
+    return replace(_gates(config, None), source=source, heap_bytes=nbytes)
+
+
+def _gates(config: ModelConfig, gates: GatesFile | None) -> PredictorChoice:
+    moe = config.moe
+    if moe is None:
+        return PredictorChoice()
+    own_bytes = own_gates_bytes(config.num_moe_layers, moe.num_experts, config.hidden_size)
+    return PredictorChoice(gates, arena_bytes=gates.nbytes if gates else own_bytes)
 
 
 def _is_gates_file(path: Path) -> bool:

@@ -7,7 +7,7 @@ pins what is there, loads what is not, and never evicts an expert that the same 
 
 from __future__ import annotations
 
-from collections.abc import Collection, Generator, Sequence
+from collections.abc import Collection, Generator, KeysView, Sequence
 
 from tidegate.experts.base import CacheCounters, ExpertKey, Loader, Placement
 from tidegate.experts.policy import PolicyFactory
@@ -73,9 +73,9 @@ class ExpertCache:
         """Experts that have a slot, loading ones included."""
         return frozenset(self._layers[layer].slot_of)
 
-    def is_resident(self, layer: int, expert: int) -> bool:
-        """One that is loading counts."""
-        return expert in self._layers[layer].slot_of
+    def residents(self, layer: int) -> KeysView[int]:
+        """The same, as it changes."""
+        return self._layers[layer].slot_of.keys()
 
     def worth(self, layer: int, odds: float) -> float:
         """The policy value of an expert that is needed with these odds, for ``prefetch``."""

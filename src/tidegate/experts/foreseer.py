@@ -10,10 +10,11 @@ from collections.abc import Callable, Collection, Sequence
 import numpy as np
 
 from tidegate.experts.cache import ExpertCache
-from tidegate.experts.lookahead import MOST_ROWS, REACH, Curve, Lookahead
+from tidegate.experts.lookahead import MOST_ROWS, Curve, Lookahead
 from tidegate.experts.predictor import Array, Predictor
 from tidegate.experts.trace import Sketcher
 
+REACH = 2  # layers ahead
 # A margin is the logarithm of the odds, so the curves begin with believing them.
 PROBABILITY_CURVE: Curve = (1.0, 0.0, 0.0)
 # Less probable ones are not named; nor are more than NAMED times as many as a row uses.
@@ -118,4 +119,4 @@ class Foreseer:
             probability = np.minimum(probability_E[likely], _MOST)
             best = np.argsort(-probability, kind="stable")[: self._num_named]
             margins = np.log(probability / (1 - probability))
-            self.lookahead.foresee(layer + distance, distance, likely[best].tolist(), margins[best].tolist())
+            self.lookahead.foresee(layer + distance, distance - 1, likely[best].tolist(), margins[best].tolist())

@@ -1,11 +1,11 @@
-"""Prefetch from guesses at what the routers of the next layers will choose.
+"""Prefetch from guesses at what a router will choose.
 
 A guess names experts with a margin each: how far its score is above the edge between chosen and not chosen. Margin and decayed
 counts give the odds that the expert is needed, by a logistic curve for each distance, learned on and on from the guesses whose
 expert was not in memory: those are the ones that matter, and the harder ones. A load is worth it when the odds are good enough:
 a wrong one takes the channel from a demand load with the probability that the channel is busy, so the odds must be the better
 the busier it is. And however idle it is, no more than a quarter of the loads may be wrong: a floor under the threshold rises
-with every wrong one.
+with every wrong one, by much at first, so that guesses that do not pay end within a few dozen loads.
 """
 
 from __future__ import annotations
@@ -15,20 +15,21 @@ from collections.abc import Callable, Collection, Sequence
 
 from tidegate.experts.cache import ExpertCache
 
-REACH = 2  # layers ahead
+# When a guess at a layer is made: at the layer's own start, before its attention; or where the MoE layer before was routed.
+AT_START, AHEAD = 0, 1
+DISTANCES = 2
 MOST_ROWS = 4  # a step of more tokens needs most experts anyway
 LEAST_HEAT, FADE = 0.1, 2.0 ** (-1 / 16)  # decayed counts halve in 16 steps
-LARGEST_MARGIN = 8.0
 Curve = tuple[float, float, float]  # factors of margin and of log(heat + LEAST_HEAT), and a constant
 
-# For guesses that are ranks only, with margins from 2 for the best to -2.
-RANK_CURVES: tuple[Curve, ...] = ((0.8, 0.15, 0.3), (0.7, 0.15, 0.0))
+# Of the routers' own gates, where nothing was fitted: between those of a trained and of a random model.
+OWN_CURVES: tuple[Curve, ...] = ((6.0, 0.4, -0.8), (4.2, 0.4, -0.8))
 _LEARNING_RATE = 1 / 128
 # What a wrong load evicts, and what it takes from the loads behind it; the second is per share of busy time. Measured.
 _PRICE, _PRICE_WHEN_BUSY = 0.08, 0.12
-# At rest a quarter of the loads are wrong: each lifts the floor three times as much as a right one lowers it.
-# A high floor sinks a little with every step, or a bad start would forbid everything for good.
-_FIRST_FLOOR, _RISE, _FALL, _FORGETTING = 0.3, 3 / 128, 1 / 128, 1 / 1024
+# At rest a quarter of the loads are wrong: each lifts the floor three times as much as a right one lowers it. The first ones
+# count for more. A high floor sinks a little with every step, or a bad start would forbid everything for good.
+_FIRST_FLOOR, _RISE, _FALL, _FIRST_LOADS, _FORGETTING = 0.3, 3, 1 / 128, 16, 1 / 256
 # Expert, distance, margin, logarithm of its heat, odds, whether it is being loaded.
 _Evidence = tuple[int, int, float, float, float, bool]
 _NAP_STEPS = 16  # how seldom guesses are made where none is worth a load
@@ -36,7 +37,7 @@ _NAP_STEPS = 16  # how seldom guesses are made where none is worth a load
 
 class Lookahead:
     """Drive it in the order of a step: ``begin_step``; for every MoE layer ``after_route`` once its own loads are queued; and,
-    in a step that ``wants_guesses``, ``foresee`` for each guess, those made before the first layer included.
+    in a step that ``wants_guesses``, ``foresee`` for each guess, where it is made.
 
     ``busy_ratio`` says how busy the channel was since it was last asked, 0 to 1. ``curves``: one a distance, to start from.
     """
@@ -46,17 +47,16 @@ class Lookahead:
         cache: ExpertCache,
         experts_per_token: int,
         busy_ratio: Callable[[], float],
-        curves: Sequence[Curve] = RANK_CURVES,
+        curves: Sequence[Curve] = OWN_CURVES,
     ) -> None:
         self._cache, self._busy_ratio, self._per_token = cache, busy_ratio, experts_per_token
-        self._rank_margins = [2 - 4 * (rank + 0.5) / experts_per_token for rank in range(experts_per_token)]
         self._curves = [list(curve) for curve in curves]
         self._heat = [[0.0] * cache.num_experts for _ in range(cache.num_layers)]
         self._seen = [[0] * cache.num_experts for _ in range(cache.num_layers)]
         self._now = [0] * cache.num_layers
         self._open: dict[int, list[_Evidence]] = {}
         self.wants_guesses = False
-        self._busy, self._floor = 0.0, _FIRST_FLOOR
+        self._busy, self._floor, self._judged = 0.0, _FIRST_FLOOR, 0
         self._naps = 0
         self._tempted = True
 
@@ -65,11 +65,6 @@ class Lookahead:
         """Odds below it are not worth a load. A right load saves a wait; a wrong one delays demand loads if there are any."""
         busy = self._busy
         return max(self._floor, busy / (1 + busy) + _PRICE + _PRICE_WHEN_BUSY * busy)
-
-    @property
-    def curves(self) -> list[list[float]]:
-        """As learned so far."""
-        return self._curves
 
     def begin_step(self, num_rows: int) -> None:
         """A forward pass of so many rows starts."""
@@ -88,8 +83,8 @@ class Lookahead:
         for expert, distance, margin, log_heat, odds, is_loading in self._open.pop(layer, ()):
             is_right = expert in needed
             if is_loading:
-                self._floor = max(0.0, self._floor - _FALL) if is_right else min(1.0, self._floor + _RISE)
-            curve = self._curves[distance - 1]
+                self._judge(is_right)
+            curve = self._curves[distance]
             step = (is_right - odds) * _LEARNING_RATE
             curve[0] += step * margin
             curve[1] += step * log_heat
@@ -97,31 +92,33 @@ class Lookahead:
         self._count(layer, needed)
         self._cache.cancel_refuted(layer)
 
-    def foresee(self, layer: int, distance: int, ranked: Sequence[int], margins: Sequence[float] | None = None) -> None:
-        """The router of ``layer``, ``distance`` layers ahead, would choose the first of these experts for one row, best first;
-        there may be more than it chooses. Without ``margins`` the ranks have to do."""
-        if margins is None:
-            margins = self._rank_margins
-        cache, threshold, per_token = self._cache, self.threshold, self._per_token
-        chosen = ranked[:per_token]
+    def foresee(self, layer: int, distance: int, ranked: Sequence[int], margins: Sequence[float]) -> None:
+        """A guess for one row: the router of ``layer`` would choose the first of these experts, best first; there may be more
+        than it chooses. ``margins`` as Backend.rank."""
+        cache, per_token = self._cache, self._per_token
+        resident = cache.residents(layer)
+        missing = [(rank, expert) for rank, expert in enumerate(ranked) if expert not in resident]
+        if not missing:
+            return
+        threshold, (a, b, c) = self.threshold, self._curves[distance]
+        heat, seen, now = self._heat[layer], self._seen[layer], self._now[layer]
         guesses = self._open.setdefault(layer, [])
-        for rank, (expert, margin) in enumerate(zip(ranked, margins, strict=False)):
-            if cache.is_resident(layer, expert):
-                continue
-            margin = max(-LARGEST_MARGIN, min(margin, LARGEST_MARGIN))
-            log_heat = math.log(self._heat_of(layer, expert) + LEAST_HEAT)
-            odds = self._odds(distance, margin, log_heat)
+        for rank, expert in missing:
+            margin, log_heat = margins[rank], math.log(heat[expert] * FADE ** (now - seen[expert]) + LEAST_HEAT)
+            odds = 1 / (1 + math.exp(-max(-30.0, min(a * margin + b * log_heat + c, 30.0))))
             is_loading = False
             if odds >= threshold:
                 self._tempted = True
-                is_loading = cache.prefetch(layer, expert, cache.worth(layer, odds), keep=chosen)
+                is_loading = cache.prefetch(layer, expert, cache.worth(layer, odds), keep=ranked[:per_token])
             elif rank < per_token:
                 cache.counters.prefetch_dropped += 1
             guesses.append((expert, distance, margin, log_heat, odds, is_loading))
 
-    def _odds(self, distance: int, margin: float, log_heat: float) -> float:
-        a, b, c = self._curves[distance - 1]
-        return 1 / (1 + math.exp(-max(-30.0, min(a * margin + b * log_heat + c, 30.0))))
+    def _judge(self, is_right: bool) -> None:
+        """Of a load that was issued."""
+        self._judged += 1
+        step = max(_FALL, 1 / (_FIRST_LOADS + self._judged))
+        self._floor = max(0.0, self._floor - step) if is_right else min(1.0, self._floor + _RISE * step)
 
     def _count(self, layer: int, needed: Collection[int]) -> None:
         heat, seen = self._heat[layer], self._seen[layer]
@@ -129,6 +126,3 @@ class Lookahead:
         for expert in needed:
             heat[expert] = heat[expert] * FADE ** (now - seen[expert]) + 1
             seen[expert] = now
-
-    def _heat_of(self, layer: int, expert: int) -> float:
-        return float(self._heat[layer][expert] * FADE ** (self._now[layer] - self._seen[layer][expert]))

@@ -11,18 +11,18 @@ import io
 import json
 import zipfile
 import zlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
 from tidegate.errors import CorruptFile, UsageError
 
-FORMAT_VERSION = 3
-_READABLE = (1, 2, 3)  # 1 has no guesses, 2 no fingerprint
+FORMAT_VERSION = 4
+_READABLE = (1, 2, 3, 4)  # 1 has no guesses, those of 2 and 3 were made elsewhere, 1 and 2 have no fingerprint
 CHUNK_ROWS = 4096
 _LARGEST_MEMBER_BYTES = 1 << 30
 _BROKEN = (ValueError, EOFError, OSError, NotImplementedError, RuntimeError, zipfile.BadZipFile, zlib.error)
@@ -33,7 +33,7 @@ Array = NDArray[Any]
 class TraceMeta:
     """What a trace says about itself. ``expert_bytes`` (one packed expert) and ``fixed_bytes`` (all that was in memory beside
     expert slots and predictor) are 0 when unknown; ``sketch_dims`` is the width of the hidden-state sketches, ``guess_reach``
-    how many layers ahead prefetch looked, both 0 for none; ``guess_width`` how many experts it names each time at most,
+    how many guesses prefetch makes of each layer, both 0 for none; ``guess_width`` how many experts it names each time at most,
     ``guess_curves`` the odds that it started from, as Lookahead takes them; ``fingerprint``, that of the model's routers, is
     empty when unknown."""
 
@@ -55,8 +55,8 @@ class TraceMeta:
 class TraceChunk:
     """Consecutive rows: step, sequence, position, token int32 [T]; experts uint8 or uint16 [T, L, K], in descending gate
     weight; weights float16 [T, L, K]; sketch float16 [T, L, sketch_dims], what each router saw, projected; guesses as experts
-    [T, L, R, G], what prefetch took layer l to choose r + 1 layers before, best first (r = l: before the first layer); margins
-    float16 [T, L, R, G], how sure it was, NaN where there is no guess."""
+    [T, L, R, G], what prefetch took layer l to choose, best first, at its own start (r = 0) and a layer ahead (r = 1); margins
+    float16 [T, L, R, G], as Backend.rank, NaN where there is no guess."""
 
     step: Array
     sequence: Array
@@ -67,6 +67,19 @@ class TraceChunk:
     sketch: Array
     guesses: Array
     margins: Array
+
+
+class RecordedGuess(Protocol):
+    """models.guesses.Guess, as far as a trace knows it."""
+
+    @property
+    def layer(self) -> int: ...
+    @property
+    def distance(self) -> int: ...
+    @property
+    def experts_TG(self) -> Sequence[Sequence[int]]: ...  # noqa: N802
+    @property
+    def margins_TG(self) -> Sequence[Sequence[float]]: ...  # noqa: N802
 
 
 _MEMBERS = tuple(item.name for item in fields(TraceChunk))
@@ -145,12 +158,11 @@ class TraceWriter:
             sketch = np.empty((len(ids), 0), np.float16)
         self._layers.append((ids, weights, sketch))
 
-    def record_guess(self, layer: int, distance: int, ranked_TG: Array, margins_TG: Array | None = None) -> None:
-        """What prefetch takes ``layer`` to choose, ``distance`` layers before it, best first, and how sure it is (copied).
-        Without margins they are 0."""
-        width = ranked_TG.shape[1]
-        self._guesses[:, layer, distance - 1, :width] = ranked_TG
-        self._margins[:, layer, distance - 1, :width] = 0 if margins_TG is None else margins_TG
+    def record_guess(self, guess: RecordedGuess) -> None:
+        """What prefetch takes a layer to choose (copied)."""
+        width = len(guess.experts_TG[0])
+        self._guesses[:, guess.layer, guess.distance, :width] = guess.experts_TG
+        self._margins[:, guess.layer, guess.distance, :width] = guess.margins_TG
 
     def end_step(self) -> None:
         """Close the step; writes a chunk when enough rows have come together."""
@@ -220,6 +232,8 @@ class TraceReader:
             raise CorruptFile(
                 path, 0, "trace version", " or ".join(map(str, _READABLE)), f"{version} (written by another Tidegate?)"
             )
+        if version in (2, 3):
+            data.update(guess_reach=0, guess_width=0, guess_curves=())
         try:
             curves = tuple((float(a), float(b), float(c)) for a, b, c in data.pop("guess_curves", ()))
             self.meta = TraceMeta(**data, guess_curves=curves)

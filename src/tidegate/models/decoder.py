@@ -11,9 +11,8 @@ from typing import Generic
 from tidegate.backends.base import A, Backend, F32Array, StepBatch
 from tidegate.model_config import ModelConfig
 from tidegate.models.attention import GroupedAttention, LatentAttention
-from tidegate.models.guesses import OwnGates
 from tidegate.models.moe import Activation, Experts, MoeBlock
-from tidegate.models.weights import LatentAttentionWeights, LayerWeights, MlpWeights, ModelWeights, moe_weights
+from tidegate.models.weights import LatentAttentionWeights, LayerWeights, MlpWeights, ModelWeights
 
 
 class Mlp(Generic[A]):
@@ -36,8 +35,6 @@ class Decoder(Generic[A]):
     ) -> None:
         self.config, self.weights, self.backend, self.experts = config, weights, backend, experts
         self._activation: Activation = (config.activation, config.activation_alpha, config.activation_limit)
-        if experts is not None and experts.guesser is None:
-            experts.guesser = OwnGates(backend, moe_weights(weights))
         self._blocks = [block for layer in weights.layers for block in self._layer_blocks(layer)]
 
     @property
@@ -55,7 +52,7 @@ class Decoder(Generic[A]):
         x = backend.embed(self.weights.embed, self.config.embedding_multiplier)
         mark = backend.mark()
         if self.experts is not None:
-            self.experts.begin_step(backend, x, len(batch.token_ids_T))
+            self.experts.begin_step(len(batch.token_ids_T))
         for block in self._blocks:
             backend.add(x, block(x), scale)
             backend.release(mark)
@@ -70,4 +67,10 @@ class Decoder(Generic[A]):
         if isinstance(layer.feed_forward, MlpWeights):
             return attention, Mlp(layer.feed_forward, self._activation, self.backend)
         assert self.experts is not None
-        return attention, MoeBlock(layer.feed_forward, self._activation, self.backend, self.experts)
+        moe = MoeBlock(layer.feed_forward, self._activation, self.backend, self.experts)
+
+        def announced(x: A) -> A:
+            moe.at_start(x)
+            return attention(x)
+
+        return announced, moe

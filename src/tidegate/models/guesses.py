@@ -1,20 +1,26 @@
-"""Who guesses what the next routers will choose: their own gates on an earlier hidden state, or a predictor fitted to that.
+"""Guesses at what a router will choose, by gates on hidden states that are there before its own: at the start of its layer,
+before the attention, and where the MoE layer before it was routed. The gates are the routers' own, or fitted to that.
 
-T tokens of the step, D hidden, L layers that a source speaks of, E experts, G experts of a guess.
+The later guess is much the better one, and early enough for a load that would hold a layer up only a little; the earlier one
+gives a load a whole layer more. Two layers ahead was tried: these find what it finds, and it is wrong more often.
+
+T tokens of the step, D hidden, E experts, G experts of a guess.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any, Generic, Protocol, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
-from tidegate.backends.base import A, Backend, F32Array, Linear
-from tidegate.backends.reference_math import choice_scores
-from tidegate.experts.lookahead import REACH
+from tidegate.backends.base import A, Backend, F32Array, Linear, Norm, Ranking
+from tidegate.backends.reference_math import choice_scores, ranked_margins
+from tidegate.experts.gates_file import Gate, next_gate, start_gate
+from tidegate.experts.lookahead import AHEAD, AT_START
 from tidegate.model_config import MoeConfig
 from tidegate.models.weights import MoeWeights
 
@@ -24,75 +30,75 @@ Input_contra = TypeVar("Input_contra", contravariant=True)
 
 @dataclass(frozen=True)
 class Guess:
-    """For every row of the step the experts that ``layer``, ``distance`` layers ahead, would choose, best first, and perhaps
-    more; and their margins, as Lookahead wants them."""
+    """For every row of the step the experts that ``layer`` would choose, best first, and perhaps more; and their margins, as
+    Backend.rank gives them. ``distance``: AT_START or AHEAD."""
 
     layer: int
     distance: int
-    experts_TG: IdArray
-    margins_TG: F32Array | None = None
+    experts_TG: Sequence[Sequence[int]]
+    margins_TG: Sequence[Sequence[float]]
 
 
 class Guesser(Protocol[Input_contra]):
-    """Asked by the decoder in steps that want guesses. Arrays made on the way are the caller's to release. ``width``: the most
-    experts of a guess."""
+    """Asked by the MoE layers in steps that want guesses; None where it has nothing to say. Arrays made on the way are the
+    caller's to release. ``width``: the most experts of a guess."""
 
     width: int
 
-    def before(self, x: Input_contra) -> Iterator[Guess]:
-        """``x`` [T, D]: the embedded tokens, before the first layer."""
+    def at_start(self, layer: int, x: Input_contra) -> Guess | None:
+        """At MoE layer ``layer``. ``x`` [T, D]: the hidden state that its attention is about to read."""
 
-    def after(self, layer: int, x: Input_contra, residual: Input_contra) -> Iterator[Guess]:
-        """``x`` [T, D] is what the router of ``layer`` saw, ``residual`` the hidden state that it is the norm of."""
-
-
-class OwnGates(Generic[A]):
-    """Needs no fitting: the next routers, with their own norms, on a hidden state that this layer has not changed yet."""
-
-    def __init__(self, backend: Backend[A], layers: Sequence[MoeWeights]) -> None:
-        self._backend, self._layers = backend, layers
-        self.width = layers[0].router.config.num_experts_per_tok
-
-    def before(self, x: A) -> Iterator[Guess]:
-        """Embedded tokens alone say nothing to a gate."""
-        return iter(())
-
-    def after(self, layer: int, x: A, residual: A) -> Iterator[Guess]:
-        backend = self._backend
-        for distance, weights in enumerate(self._layers[layer + 1 : layer + 1 + REACH], start=1):
-            mark = backend.mark()
-            routing = backend.route(backend.norm(residual, weights.norm), weights.router)
-            backend.release(mark)
-            yield Guess(weights.layer, distance, routing.topk_expert_ids_TK)
+    def after_route(self, layer: int, x: Input_contra) -> Guess | None:
+        """At the MoE layer after ``layer``. ``x`` [T, D]: what the router of ``layer`` saw."""
 
 
-class FittedGates(Generic[A]):
-    """One matrix a source: source 0 are the embedded tokens, source l + 1 is what the router of MoE layer l saw. Source i
-    speaks of layers i and i + 1."""
+class Gates(Generic[A]):
+    """``linears``: the gates by name, as own_gates or a fitted predictor has them; some may be missing."""
 
     def __init__(
-        self, backend: Backend[A], layers: Sequence[MoeWeights], sources: Sequence[Linear], moe: MoeConfig
+        self, backend: Backend[A], layers: Sequence[MoeWeights], linears: Mapping[str, Linear], moe: MoeConfig
     ) -> None:
-        self._backend, self._layers, self._sources, self._moe = backend, layers, sources, moe
+        self._backend, self._layers, self._moe = backend, layers, moe
+        self._start = [linears.get(start_gate(layer)) for layer in range(len(layers))]
+        self._next = [linears.get(next_gate(layer)) for layer in range(len(layers))]
         self.width = min(2 * moe.num_experts_per_tok, moe.num_experts)
 
-    def before(self, x: A) -> Iterator[Guess]:
-        return self._guess(0, self._backend.norm(x, self._layers[0].norm))
+    def at_start(self, layer: int, x: A) -> Guess | None:
+        gate = self._start[layer]
+        if gate is None:
+            return None
+        return Guess(layer, AT_START, *self._ranked(layer, self._backend.norm(x, self._layers[layer].norm), gate))
 
-    def after(self, layer: int, x: A, residual: A) -> Iterator[Guess]:
-        return self._guess(layer + 1, x) if layer + 1 < len(self._sources) else iter(())
+    def after_route(self, layer: int, x: A) -> Guess | None:
+        gate = self._next[layer]
+        return None if gate is None else Guess(layer + 1, AHEAD, *self._ranked(layer + 1, x, gate))
 
-    def _guess(self, source: int, x: A) -> Iterator[Guess]:
-        linear, moe = self._sources[source], self._moe
-        layers = range(source, source + linear.n // moe.num_experts)
-        scores_TLE = self._backend.numpy(self._backend.linear(x, linear)).reshape(-1, len(layers), moe.num_experts)
-        if has_rule(moe):
-            corrections = [self._layers[layer].router.correction_E for layer in layers]
-            ranked = [ranking_scores(scores_TLE[:, i], one, moe) for i, one in enumerate(corrections)]
-            scores_TLE = np.stack(ranked, axis=1)
-        ids, margins = ranked_margins(scores_TLE.reshape(-1, moe.num_experts), moe.num_experts_per_tok, self.width)
-        for index, layer in enumerate(layers):
-            yield Guess(layer, index + 1, ids[index :: len(layers)], margins[index :: len(layers)])
+    def _ranked(self, layer: int, x: A, gate: Linear) -> Ranking:
+        moe, backend = self._moe, self._backend
+        scores = backend.linear(x, gate)
+        if not has_rule(moe):
+            return backend.rank(scores, moe.num_experts_per_tok, self.width)
+        ranking = ranking_scores(backend.numpy(scores), self._layers[layer].router.correction_E, moe)
+        return ranked_margins(ranking, moe.num_experts_per_tok, self.width)
+
+
+def own_gates(layers: Sequence[MoeWeights]) -> Iterator[tuple[str, Gate]]:
+    """The routers themselves, by name, one after the other. Embedded tokens alone say nothing to the first one."""
+    for layer, (one, following) in enumerate(pairwise(layers)):
+        yield next_gate(layer), own_gate(one.norm, following)
+        yield start_gate(layer + 1), own_gate(following.norm, following)
+
+
+def own_gate(norm: Norm, target: MoeWeights) -> Gate:
+    """The target's router as a function of a state that went through ``norm`` instead of the target's own."""
+    router, weight_D = target.router, norm.weight
+    small = np.abs(weight_D) < 1e-3 * np.abs(weight_D).max()
+    ratio_D = np.where(small, 0, target.norm.weight / np.where(small, 1, weight_D))
+    shift_D = (0 if target.norm.bias is None else target.norm.bias) - ratio_D * (0 if norm.bias is None else norm.bias)
+    bias_E = router.weight_ED @ np.broadcast_to(shift_D, ratio_D.shape) + (
+        0 if router.bias_E is None else router.bias_E
+    )
+    return Gate((router.weight_ED * ratio_D).astype(np.float32), bias_E.astype(np.float32))
 
 
 def has_rule(moe: MoeConfig) -> bool:
@@ -108,17 +114,3 @@ def ranking_scores(logits_TE: F32Array, correction_E: F32Array | None, moe: MoeC
     is_open = np.isfinite(scores)
     ranking: F32Array = np.where(is_open, scores, scores[is_open].min() - 1).astype(np.float32)
     return ranking
-
-
-def ranked_margins(scores_TE: F32Array, per_token: int, most: int) -> tuple[IdArray, F32Array]:
-    """The ``most`` best experts of each row, best first, and how far each is above the edge: the middle between the last chosen
-    and the first not chosen."""
-    num_experts = scores_TE.shape[1]
-    ids = np.argpartition(scores_TE, num_experts - most, axis=1)[:, num_experts - most :]
-    rows = np.arange(len(ids))[:, None]
-    best = scores_TE[rows, ids]
-    order = np.argsort(-best, axis=1)
-    ids, best = ids[rows, order], best[rows, order]
-    edge = best[:, per_token - 1] + best[:, min(per_token, most - 1)]
-    margins: F32Array = best - 0.5 * edge[:, None]
-    return ids, margins

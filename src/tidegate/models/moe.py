@@ -3,8 +3,8 @@
     route      the router chooses K experts for every token
     visit      the cache pins the ones that are here and starts loading the others
     shared     the shared expert is computed while they load
-    look ahead a guesser tells from this layer's hidden state what the next routers will choose, or a predictor tells it from what
-               they chose before; good guesses are loaded too
+    look ahead a guesser tells from this layer's hidden state what the next router will choose, and before the attention it has
+               told the same of this one; or a predictor tells it from what they chose before; good guesses are loaded too
     moe        the backend computes hits first, then each miss as it arrives
 
 Experts outer, tokens inner: however many tokens the step has, an expert is loaded once for all of them. When the layer
@@ -17,16 +17,16 @@ T tokens of the step, D hidden, K experts per token.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import chain, repeat
+from itertools import chain
 from typing import Any, Generic, Protocol
 
 from tidegate.backends.base import A, Backend, ExpertSlots, F32Array, I32Array
 from tidegate.experts.cache import ExpertCache
 from tidegate.experts.foreseer import Foreseer
-from tidegate.experts.lookahead import RANK_CURVES, Curve, Lookahead
-from tidegate.models.guesses import Guess, Guesser, IdArray
+from tidegate.experts.lookahead import OWN_CURVES, Curve, Lookahead
+from tidegate.models.guesses import Guess, Guesser
 from tidegate.models.weights import MoeWeights
 from tidegate.quant.layout import ExpertLayout
 
@@ -44,7 +44,7 @@ class RoutingRecorder(Protocol):
     def record(self, topk_expert_ids_TK: I32Array, topk_weights_TK: F32Array, hidden_TD: F32Array | None) -> None:
         """Routing of the next MoE layer of the step, and what its router saw if that is wanted. Copies what it keeps."""
 
-    def record_guess(self, layer: int, distance: int, ranked_TG: IdArray, margins_TG: F32Array | None) -> None:
+    def record_guess(self, guess: Guess) -> None:
         """A guess at a layer to come, if they are wanted."""
 
 
@@ -53,8 +53,8 @@ class Experts:
     """The routed experts of a model: which are in memory, where, and how a blob is laid out in each MoE layer.
 
     ``trace``, if set, records the routing; whoever sets it begins and ends its steps around ``Decoder.forward``.
-    ``lookahead``, if set, prefetches what ``guesser`` says; the decoder brings the routers' own gates if there is no other.
-    ``curves``: the odds that ``lookahead`` starts from. ``foreseer``, if set, prefetches instead what a predictor says.
+    ``lookahead``, if set, prefetches what ``guesser`` says. ``curves``: the odds that ``lookahead`` starts from. ``foreseer``, if
+    set, prefetches instead what a predictor says.
     ``visit_ns`` is what cache and policy have cost so far, ``guess_ns`` what guesses and prefetch have.
     """
 
@@ -64,7 +64,7 @@ class Experts:
     trace: RoutingRecorder | None = None
     lookahead: Lookahead | None = None
     guesser: Guesser[Any] | None = None
-    curves: Sequence[Curve] = RANK_CURVES
+    curves: Sequence[Curve] = OWN_CURVES
     foreseer: Foreseer | None = None
     visit_ns: int = 0
     guess_ns: int = 0
@@ -76,36 +76,32 @@ class Experts:
             self.foreseer.begin_step(sequence_T, token_T)
             self.guess_ns += time.perf_counter_ns() - began_ns
 
-    def begin_step(self, backend: Backend[A], x: A, num_rows: int) -> None:
-        """``x``: the embedded tokens of a step that starts. Its first layers' experts may be on their way from here on."""
+    def begin_step(self, num_rows: int) -> None:
+        """A forward pass of so many rows starts."""
         began_ns = time.perf_counter_ns()
         if self.cache.is_complete:
             self.lookahead = self.foreseer = None  # nothing is left to load
         if self.lookahead is not None:
             self.lookahead.begin_step(num_rows)
-        if self.wants_guesses and self.guesser is not None:
-            mark = backend.mark()
-            self.tell(self.guesser.before(x))
-            backend.release(mark)
         self.guess_ns += time.perf_counter_ns() - began_ns
 
     @property
-    def wants_guesses(self) -> bool:
-        """In this step; a trace wants them in any case."""
-        return (self.lookahead is not None and self.lookahead.wants_guesses) or (
-            self.trace is not None and self.trace.wants_guesses
-        )
-
-    def tell(self, guesses: Iterable[Guess]) -> None:
-        """Pass guesses on to whoever wants them."""
+    def asked(self) -> Guesser[Any] | None:
+        """The guesser, if anybody wants guesses in this step; a trace wants them in any case."""
         lookahead, trace = self.lookahead, self.trace
-        for guess in guesses:
-            if trace is not None and trace.wants_guesses:
-                trace.record_guess(guess.layer, guess.distance, guess.experts_TG, guess.margins_TG)
-            if lookahead is not None and lookahead.wants_guesses:
-                margins = repeat(None) if guess.margins_TG is None else guess.margins_TG.tolist()
-                for ranked, above in zip(guess.experts_TG.tolist(), margins, strict=False):
-                    lookahead.foresee(guess.layer, guess.distance, ranked, above)
+        wanted = (lookahead is not None and lookahead.wants_guesses) or (trace is not None and trace.wants_guesses)
+        return self.guesser if wanted else None
+
+    def tell(self, guess: Guess | None) -> None:
+        """Pass a guess on to whoever wants it."""
+        if guess is None:
+            return
+        lookahead, trace = self.lookahead, self.trace
+        if trace is not None and trace.wants_guesses:
+            trace.record_guess(guess)
+        if lookahead is not None and lookahead.wants_guesses:
+            for ranked, margins in zip(guess.experts_TG, guess.margins_TG, strict=True):
+                lookahead.foresee(guess.layer, guess.distance, ranked, margins)
 
 
 class MoeBlock(Generic[A]):
@@ -120,7 +116,6 @@ class MoeBlock(Generic[A]):
         """[T, D] -> [T, D], to be added to x. Raises ReadFailed or CorruptFile if an expert cannot be read; the cache is
         consistent then."""
         backend, weights, experts = self._backend, self._weights, self._experts
-        residual = x
         x, routing = backend.norm_route(x, weights.norm, weights.router)
         if experts.trace is not None:
             hidden_TD = backend.numpy(x) if experts.trace.wants_hidden else None
@@ -133,7 +128,7 @@ class MoeBlock(Generic[A]):
         try:
             first = next(placements)  # the loads are on their way from here on
             placed_ns = time.perf_counter_ns()
-            self._look_ahead(x, residual, routing.topk_expert_ids_TK, needed)
+            self._look_ahead(x, routing.topk_expert_ids_TK, needed)
             experts.visit_ns += placed_ns - began_ns
             experts.guess_ns += time.perf_counter_ns() - placed_ns
             shared = self._shared(x)
@@ -148,7 +143,18 @@ class MoeBlock(Generic[A]):
             return backend.add(out, shared)
         return backend.add_gated(out, shared, x, weights.shared_gate)
 
-    def _look_ahead(self, x: A, residual: A, topk_expert_ids_TK: I32Array, needed: list[int]) -> None:
+    def at_start(self, x: A) -> None:
+        """``x`` [T, D]: the hidden state that the layer's attention is about to read. Loads may be on their way from here on."""
+        experts, backend = self._experts, self._backend
+        guesser = experts.asked
+        if guesser is not None:
+            began_ns = time.perf_counter_ns()
+            mark = backend.mark()
+            experts.tell(guesser.at_start(self._weights.layer, x))
+            backend.release(mark)
+            experts.guess_ns += time.perf_counter_ns() - began_ns
+
+    def _look_ahead(self, x: A, topk_expert_ids_TK: I32Array, needed: list[int]) -> None:
         experts, backend, layer = self._experts, self._backend, self._weights.layer
         foreseer = experts.foreseer
         if foreseer is not None:
@@ -156,9 +162,10 @@ class MoeBlock(Generic[A]):
             foreseer.after_route(layer, needed, topk_expert_ids_TK, sketch_TS)
         if experts.lookahead is not None:
             experts.lookahead.after_route(layer, needed)
-        if experts.wants_guesses and experts.guesser is not None:
+        guesser = experts.asked
+        if guesser is not None:
             mark = backend.mark()
-            experts.tell(experts.guesser.after(layer, x, residual))
+            experts.tell(guesser.after_route(layer, x))
             backend.release(mark)
 
     def _shared(self, x: A) -> A | None:

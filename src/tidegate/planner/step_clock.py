@@ -11,7 +11,8 @@ from dataclasses import dataclass, replace
 from math import comb
 
 from tidegate.engine.needs import PackedModel, Sizes
-from tidegate.experts.lookahead import MOST_ROWS, REACH
+from tidegate.experts.gates_file import GATES_FORMAT
+from tidegate.experts.lookahead import DISTANCES, MOST_ROWS
 from tidegate.plan import Plan
 from tidegate.planner.machine import Machine
 from tidegate.quant.formats import Format
@@ -85,7 +86,7 @@ class StepClock:
             assert moe is not None
             needed = distinct or expected_union(moe.num_experts, moe.num_experts_per_tok, batch)
             expert_s = self._expert_s(layout, batch * moe.num_experts_per_tok / needed)
-            guesses_s = self._guesses_s(layout.hidden_size * moe.num_experts)
+            guesses_s = self._guesses_s(moe.num_experts, layout.hidden_size)
             alone_s = needed * expert_s + guesses_s
             layer_s = self._layer_s(needed, expert_s, guesses_s, hit_rate, layout.blob_bytes, slots)
             experts_s += count * alone_s
@@ -126,12 +127,12 @@ class StepClock:
         rate = self._machine.decode_bytes_per_s(layout.fmt, experts=True, tokens=max(1.0, tokens))
         return layout.blob_bytes / (rate * self._scale)
 
-    def _guesses_s(self, router_numbers: int) -> float:
-        """The next layers' gates, for prefetch."""
+    def _guesses_s(self, num_experts: int, hidden: int) -> float:
+        """The gates that guess, for prefetch."""
         if not self._prefetches:
             return 0.0
-        rate = self._machine.decode_bytes_per_s(None, tokens=self._sizes.sequences) * self._scale
-        return REACH * 4 * router_numbers / rate
+        rate = self._machine.decode_bytes_per_s(GATES_FORMAT, tokens=self._sizes.sequences) * self._scale
+        return DISTANCES * GATES_FORMAT.packed_bytes(num_experts, hidden) / rate
 
     def _layer_s(
         self, distinct: float, expert_s: float, guesses_s: float, hit_rate: float, blob_bytes: int, slots: int

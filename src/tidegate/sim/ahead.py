@@ -12,7 +12,7 @@ import numpy as np
 from tidegate.errors import UsageError
 from tidegate.experts.cache import ExpertCache
 from tidegate.experts.foreseer import Foreseer
-from tidegate.experts.lookahead import RANK_CURVES, Curve, Lookahead
+from tidegate.experts.lookahead import AHEAD, AT_START, OWN_CURVES, Curve, Lookahead
 from tidegate.experts.predictor import Array, Predictor
 from tidegate.sim.clock import ClockLoader
 from tidegate.sim.oracle import Oracle
@@ -23,7 +23,7 @@ from tidegate.sim.replay import Step
 @dataclass(frozen=True)
 class Gates:
     """The engine's own prefetch. ``curves`` are the odds that it starts from (``TraceMeta.guess_curves``); none:
-    those of guesses that are ranks only."""
+    those of the routers' own gates."""
 
     curves: Sequence[Curve] = ()
 
@@ -39,6 +39,10 @@ class Ahead(ABC):
         """A forward pass starts."""
 
     @abstractmethod
+    def at_start(self, layer: int) -> None:
+        """The layer's attention is about to start."""
+
+    @abstractmethod
     def after_route(self, layer: int) -> None:
         """The layer's own loads are queued."""
 
@@ -52,7 +56,7 @@ def make_ahead(
 ) -> Ahead:
     """Without a threshold in ``options`` as the engine does it."""
     if isinstance(foresight, Gates):
-        return GatesAhead(cache, loader, foresight.curves or RANK_CURVES, spend)
+        return GatesAhead(cache, loader, foresight.curves or OWN_CURVES, spend)
     if options.threshold is None:
         return PredictorAhead(foresight, cache, loader, options.staging - 1, spend)
     return FixedAhead(foresight, Prefetcher(cache, foresight, options), spend)
@@ -90,6 +94,9 @@ class PredictorAhead(Ahead):
         self._foreseer.begin_step(step.sequence_T, step.token_T)
         self._spend(self._foreseer.predictions - before)
 
+    def at_start(self, layer: int) -> None:
+        """Predictors speak when a layer was routed."""
+
     def after_route(self, layer: int) -> None:
         step, foreseer = self._step, self._foreseer
         assert foreseer is not None
@@ -111,6 +118,9 @@ class FixedAhead(Ahead):
             self._predictor.reveal(step.needed_L)
         self._prefetcher.begin_step(step.sequence_T, step.token_T)
 
+    def at_start(self, layer: int) -> None:
+        """Predictors speak when a layer was routed."""
+
     def after_route(self, layer: int) -> None:
         step, before = self._step, self._prefetcher.predictions
         sketch_TS = _sketch_for(self._predictor, step, layer)
@@ -126,35 +136,30 @@ class GatesAhead(Ahead):
     ) -> None:
         self._cache, self._loader, self._curves, self._spend = cache, loader, curves, spend
         self._lookahead: Lookahead | None = None
-        self._has_margins = False
 
     def begin_step(self, step: Step) -> None:
         self._step = step
         if self._lookahead is None:
-            self._has_margins = bool(np.nan_to_num(step.margins_TLRG).any())
             per_token = step.experts_TLK.shape[2]
             self._lookahead = Lookahead(self._cache, per_token, self._loader.busy_ratio, self._curves)
         self._lookahead.begin_step(len(step.token_T))
-        self._foresee(-1)
+
+    def at_start(self, layer: int) -> None:
+        self._foresee(layer, AT_START)
 
     def after_route(self, layer: int) -> None:
         assert self._lookahead is not None
         self._lookahead.after_route(layer, self._step.needed_L[layer])
-        self._foresee(layer)
+        if layer + 1 < self._cache.num_layers:
+            self._foresee(layer + 1, AHEAD)
 
-    def _foresee(self, layer: int) -> None:
-        """What was guessed after ``layer``; -1: before the first."""
+    def _foresee(self, layer: int, distance: int) -> None:
         lookahead, step = self._lookahead, self._step
         assert lookahead is not None
-        if not lookahead.wants_guesses:
+        margins_TG = step.margins_TLRG[:, layer, distance]
+        if not lookahead.wants_guesses or np.isnan(margins_TG).all():
             return
-        _, num_layers, reach, _ = step.guesses_TLRG.shape
-        for distance in range(1, min(reach, num_layers - 1 - layer) + 1):
-            margins_TG = step.margins_TLRG[:, layer + distance, distance - 1]
-            if np.isnan(margins_TG).all():
-                continue
-            self._spend(1)  # one gate, however many rows
-            for ranked, margins in zip(step.guesses_TLRG[:, layer + distance, distance - 1], margins_TG, strict=True):
-                named = ~np.isnan(margins)
-                above = margins[named].tolist() if self._has_margins else None
-                lookahead.foresee(layer + distance, distance, ranked[named].tolist(), above)
+        self._spend(1)  # one gate, however many rows
+        for ranked, margins in zip(step.guesses_TLRG[:, layer, distance], margins_TG, strict=True):
+            named = ~np.isnan(margins)
+            lookahead.foresee(layer, distance, ranked[named].tolist(), margins[named].tolist())

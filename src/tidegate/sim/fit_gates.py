@@ -1,7 +1,7 @@
-"""Fits the predictor of experts/gates_file.py: for every source a linear map to the router logits of the next two layers.
+"""Fits the gates of experts/gates_file.py: linear maps from a state to the logits of a router to come.
 
-The start is what the routers themselves would say of the source; ridge regression shrinks towards that. How strongly is chosen,
-for each source, by what it finds on held-out text. numpy only.
+The first guess is what the router itself would say of the state; ridge regression shrinks towards that. How strongly is chosen,
+for each gate, by what it finds on held-out text. numpy only.
 
 T rows, L MoE layers, E experts, K experts per token, D hidden.
 """
@@ -15,13 +15,13 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from tidegate.backends.base import Norm
+from tidegate.backends.reference_math import ranked_margins
 from tidegate.experts.cache import ExpertCache
-from tidegate.experts.gates_file import Gate
-from tidegate.experts.lookahead import FADE, LARGEST_MARGIN, LEAST_HEAT, REACH, Curve
+from tidegate.experts.gates_file import Gate, next_gate, start_gate
+from tidegate.experts.lookahead import AHEAD, AT_START, DISTANCES, FADE, LEAST_HEAT, Curve
 from tidegate.experts.policy import DEFAULT_POLICY, policy_factory
 from tidegate.model_config import MoeConfig
-from tidegate.models.guesses import has_rule, ranked_margins, ranking_scores
+from tidegate.models.guesses import own_gate, ranking_scores
 from tidegate.models.weights import MoeWeights
 from tidegate.sim.replay import InstantLoader
 
@@ -34,23 +34,38 @@ Inputs = Callable[[int, slice], F32]
 
 @dataclass
 class Recall:
-    """On held-out text, by distance: share of the used experts that are among the K named, with the routers' own gates and with
-    the fitted ones, and the same of the experts that a cache of ``slots`` a layer did not have. Distance 1 from the embedded
-    tokens is layer 0."""
+    """On held-out text, by distance (at the layer's start, a layer ahead): share of the used experts that are among the K named,
+    with the routers' own gates and with the fitted ones, and the same of the experts that a cache of ``slots`` a layer did not
+    have. ``embedded``: of the first layer, from the token alone, which is left out of the others."""
 
     slots: int
     own: list[float] = field(default_factory=list)
     fitted: list[float] = field(default_factory=list)
     own_misses: list[float] = field(default_factory=list)
     fitted_misses: list[float] = field(default_factory=list)
-    embedded: list[float] = field(default_factory=list)
+    embedded: float = 0.0
 
 
 @dataclass
 class FittedPredictor:
-    gates: list[Gate]
+    gates: dict[str, Gate]
     curves: list[Curve]
     recall: Recall
+
+
+@dataclass(frozen=True)
+class _Task:
+    """A gate to fit: its name, the input that it reads, the router that it speaks for, and whose norm the input went through."""
+
+    name: str
+    distance: int
+    source: int
+    target: MoeWeights
+    norm: MoeWeights
+
+    @property
+    def reads_embedding(self) -> bool:
+        return self.source == 0
 
 
 def fit_gates(
@@ -58,155 +73,113 @@ def fit_gates(
 ) -> FittedPredictor:
     """``inputs(i, rows)`` as RouterInputs.input; the rows from ``num_fitting`` on are held out."""
     held_out = slice(num_fitting, len(experts_TLK))
-    truth_TLK = experts_TLK[held_out]
     slots = max(moe.num_experts_per_tok, moe.num_experts // 4)
-    missed_TLE = misses(truth_TLK, moe.num_experts, slots)
-    tally = _Tally(truth_TLK, missed_TLE, moe)
-    gates = []
-    for source in range(len(layers)):
-        targets = layers[source : source + REACH]
-        start = _own_gates(layers[max(0, source - 1)].norm, targets)
-        candidates = _ridges(source, start, targets, moe, inputs, num_fitting)
-        x_TD = inputs(source, held_out)
-        found = [tally.found(source, gate, x_TD, targets) for gate in candidates]
+    tally = _Tally(experts_TLK[held_out], slots, moe)
+    gates = {}
+    for task in _tasks(layers):
+        start = own_gate(task.norm.norm, task.target)
+        candidates = _ridges(task, start, moe, inputs, num_fitting)
+        x_TD = inputs(task.source, held_out)
+        found = [tally.found(task, gate, x_TD) for gate in candidates]
         best = candidates[int(np.argmax(found))]
-        best = _unit_spread(best, x_TD, len(targets)) if not has_rule(moe) else best
-        gates.append(best)
-        tally.add(source, start, best, x_TD, targets)
-    curves = tally.curves()
-    if not has_rule(moe):
-        factors = [max(curve[0], 1e-3) for curve in curves]
-        gates = [_scaled(gate, np.array(factors[: len(gate.bias_N) // moe.num_experts])) for gate in gates]
-        curves = [(a / factor, b, c) for (a, b, c), factor in zip(curves, factors, strict=True)]
-    return FittedPredictor(gates, curves, tally.recall(slots))
+        gates[task.name] = best
+        tally.add(task, start, best, x_TD)
+    return FittedPredictor(gates, tally.curves(), tally.recall(slots))
 
 
-def misses(experts_TLK: Array, num_experts: int, slots: int) -> Array:
-    """bool [T, L, E]: what a cache with so many slots a layer did not have."""
+def _tasks(layers: Sequence[MoeWeights]) -> list[_Task]:
+    starts = [_Task(start_gate(i), AT_START, 2 * i, one, one) for i, one in enumerate(layers)]
+    return starts + [_Task(next_gate(i), AHEAD, 2 * i + 1, layers[i + 1], one) for i, one in enumerate(layers[:-1])]
+
+
+def lacking(experts_TLK: Array, num_experts: int, slots: int) -> Array:
+    """bool [T, L, E]: what a cache with so many slots a layer does not have when the token comes."""
     num_layers = experts_TLK.shape[1]
     cache = ExpertCache([slots] * num_layers, num_experts, policy_factory(DEFAULT_POLICY), InstantLoader())
-    out = np.zeros((len(experts_TLK), num_layers, num_experts), bool)
+    out = np.ones((len(experts_TLK), num_layers, num_experts), bool)
     for t, experts_LK in enumerate(experts_TLK.tolist()):
         for layer, experts in enumerate(experts_LK):
-            out[t, layer, [one for one in experts if not cache.is_resident(layer, one)]] = True
+            out[t, layer, list(cache.residents(layer))] = False
             for _ in cache.visit(layer, sorted(experts)):
                 pass
     return out
 
 
-def _own_gates(norm: Norm, targets: Sequence[MoeWeights]) -> Gate:
-    """The targets' routers as functions of a source that went through ``norm`` instead of theirs."""
-    small = np.abs(norm.weight) < 1e-3 * np.abs(norm.weight).max()
-    matrices, biases = [], []
-    for target in targets:
-        ratio_D = np.where(small, 0, target.norm.weight / np.where(small, 1, norm.weight))
-        shift_D = (0 if target.norm.bias is None else target.norm.bias) - ratio_D * (
-            0 if norm.bias is None else norm.bias
-        )
-        weight_ED, bias_E = target.router.weight_ED, target.router.bias_E
-        matrices.append(weight_ED * ratio_D)
-        biases.append(weight_ED @ shift_D + (0 if bias_E is None else bias_E))
-    return Gate(np.concatenate(matrices).astype(np.float32), np.concatenate(biases).astype(np.float32))
-
-
-def _ridges(
-    source: int, start: Gate, targets: Sequence[MoeWeights], moe: MoeConfig, inputs: Inputs, num_rows: int
-) -> list[Gate]:
+def _ridges(task: _Task, start: Gate, moe: MoeConfig, inputs: Inputs, num_rows: int) -> list[Gate]:
     """One gate for each of RIDGES; the start is among them as the limit of infinite shrinkage."""
-    width, outputs = start.matrix_ND.shape[1], len(start.bias_N)
-    sum_D, sum_N = np.zeros(width), np.zeros(outputs)
-    square_DD, product_DN = np.zeros((width, width), np.float32), np.zeros((width, outputs), np.float32)
+    outputs, width = start.matrix_ED.shape
+    sum_D, sum_E = np.zeros(width), np.zeros(outputs)
+    square_DD, product_DE = np.zeros((width, width), np.float32), np.zeros((width, outputs), np.float32)
     for begin in range(0, num_rows, _BLOCK_ROWS):
         rows = slice(begin, min(num_rows, begin + _BLOCK_ROWS))
-        x_TD = inputs(source, rows)
-        rest_TN = _logits(source, targets, moe, inputs, rows) - _centred(x_TD @ start.matrix_ND.T + start.bias_N, moe)
+        x_TD = inputs(task.source, rows)
+        rest_TE = _logits(task.target, moe, inputs, rows) - _centred(x_TD @ start.matrix_ED.T + start.bias_E, moe)
         sum_D += x_TD.sum(axis=0, dtype=np.float64)
-        sum_N += rest_TN.sum(axis=0, dtype=np.float64)
+        sum_E += rest_TE.sum(axis=0, dtype=np.float64)
         square_DD += x_TD.T @ x_TD
-        product_DN += x_TD.T @ rest_TN
-    mean_D, mean_N = sum_D / num_rows, sum_N / num_rows
+        product_DE += x_TD.T @ rest_TE
+    mean_D, mean_E = sum_D / num_rows, sum_E / num_rows
     square_DD -= np.float32(num_rows) * np.outer(mean_D, mean_D).astype(np.float32)
-    product_DN -= np.float32(num_rows) * np.outer(mean_D, mean_N).astype(np.float32)
+    product_DE -= np.float32(num_rows) * np.outer(mean_D, mean_E).astype(np.float32)
     spread = float(np.trace(square_DD)) / width
     out = [start]
     for ridge in RIDGES:
         shrunk_DD = square_DD + np.float32(max(ridge * spread, 1e-12)) * np.eye(width, dtype=np.float32)
-        correction_ND = np.linalg.solve(shrunk_DD, product_DN).T.astype(np.float32)
-        bias_N = start.bias_N + (mean_N - correction_ND @ mean_D).astype(np.float32)
-        out.append(Gate(start.matrix_ND + correction_ND, bias_N))
+        correction_ED = np.linalg.solve(shrunk_DD, product_DE).T.astype(np.float32)
+        bias_E = start.bias_E + (mean_E - correction_ED @ mean_D).astype(np.float32)
+        out.append(Gate(start.matrix_ED + correction_ED, bias_E))
     return out
 
 
-def _logits(source: int, targets: Sequence[MoeWeights], moe: MoeConfig, inputs: Inputs, rows: slice) -> F32:
-    """[T, N]: what the targets' routers really said."""
-    parts = []
-    for index, target in enumerate(targets):
-        router = target.router
-        logits_TE = inputs(source + index + 1, rows) @ router.weight_ED.T
-        parts.append(logits_TE if router.bias_E is None else logits_TE + router.bias_E)
-    return _centred(np.concatenate(parts, axis=1), moe)
+def _logits(target: MoeWeights, moe: MoeConfig, inputs: Inputs, rows: slice) -> F32:
+    """[T, E]: what the target's router really said."""
+    router = target.router
+    logits_TE = inputs(2 * target.layer + 1, rows) @ router.weight_ED.T
+    return _centred(logits_TE if router.bias_E is None else logits_TE + router.bias_E, moe)
 
 
-def _centred(logits_TN: F32, moe: MoeConfig) -> F32:
+def _centred(logits_TE: F32, moe: MoeConfig) -> F32:
     """A softmax does not see what all logits of a layer have in common, so nothing need explain it."""
-    if moe.scoring == "sigmoid":
-        return logits_TN
-    by_layer = logits_TN.reshape(len(logits_TN), -1, moe.num_experts)
-    centred: F32 = (by_layer - by_layer.mean(axis=2, keepdims=True)).reshape(logits_TN.shape)
-    return centred
-
-
-def _unit_spread(gate: Gate, x_TD: F32, num_targets: int) -> Gate:
-    """Scaled so that the scores of each layer have deviation 1: margins of all layers then mean the same."""
-    scores_TN = x_TD @ gate.matrix_ND.T + gate.bias_N
-    parts = scores_TN.reshape(len(x_TD), num_targets, -1)
-    spread = np.maximum((parts - parts.mean(axis=2, keepdims=True)).std(axis=(0, 2)), 1e-6)
-    return _scaled(gate, 1 / spread)
-
-
-def _scaled(gate: Gate, factors: Array) -> Gate:
-    """One factor for each layer that it speaks of."""
-    scale_N = np.repeat(factors, len(gate.bias_N) // len(factors)).astype(np.float32)
-    return Gate(gate.matrix_ND * scale_N[:, None], gate.bias_N * scale_N)
+    return logits_TE if moe.scoring == "sigmoid" else logits_TE - logits_TE.mean(axis=1, keepdims=True)
 
 
 class _Tally:
-    """What gates find on held-out rows, and pairs of evidence and truth for the curves."""
+    """What gates find on held-out text."""
 
-    def __init__(self, truth_TLK: Array, missed_TLE: Array, moe: MoeConfig) -> None:
-        self._moe, self._missed_TLE = moe, missed_TLE
-        self._hot_TLE = np.zeros(missed_TLE.shape, bool)
-        np.put_along_axis(self._hot_TLE, truth_TLK.astype(np.int64), True, axis=2)
-        self._sums = np.zeros((REACH, 2, 2, 2))  # distance, own or fitted, all or missed, found and asked
-        self._embedded: list[float] = []
-        self._pairs: list[list[Array]] = [[] for _ in range(REACH)]
+    def __init__(self, experts_TLK: Array, slots: int, moe: MoeConfig) -> None:
+        self._moe = moe
+        self._lacking_TLE = lacking(experts_TLK, moe.num_experts, slots)
+        self._hot_TLE = np.zeros(self._lacking_TLE.shape, bool)
+        np.put_along_axis(self._hot_TLE, experts_TLK.astype(np.int64), True, axis=2)
+        # [distance, own or fitted, all or missing, found or used]
+        self._sums = np.zeros((DISTANCES, 2, 2, 2))
+        self._embedded = 0.0
+        self._pairs: list[list[Array]] = [[] for _ in range(DISTANCES)]
 
-    def found(self, source: int, gate: Gate, x_TD: F32, targets: Sequence[MoeWeights]) -> int:
+    def found(self, task: _Task, gate: Gate, x_TD: F32) -> int:
         """How many of the used experts it names."""
-        named = self._named(source, gate, x_TD, targets)
-        return sum(int((ids & self._hot_TLE[:, source + i]).sum()) for i, ids in enumerate(named))
+        return int((self._named(task, gate, x_TD) & self._hot_TLE[:, task.target.layer]).sum())
 
-    def add(self, source: int, own: Gate, fitted: Gate, x_TD: F32, targets: Sequence[MoeWeights]) -> None:
-        """Take a source's final gate in."""
+    def add(self, task: _Task, own: Gate, fitted: Gate, x_TD: F32) -> None:
+        """Take a final gate in."""
+        layer, moe = task.target.layer, self._moe
+        hot_TE, lacking_TE = self._hot_TLE[:, layer], self._lacking_TLE[:, layer]
         for which, gate in enumerate((own, fitted)):
-            for index, named_TE in enumerate(self._named(source, gate, x_TD, targets)):
-                hot_TE, missed_TE = self._hot_TLE[:, source + index], self._missed_TLE[:, source + index]
-                counts = [[(named_TE & used).sum(), used.sum()] for used in (hot_TE, missed_TE)]
-                if source:
-                    self._sums[index, which] += counts
-                elif which:
-                    self._embedded.append(float(counts[0][0] / counts[0][1]))
-        most = min(2 * self._moe.num_experts_per_tok, self._moe.num_experts)
-        for index, scores_TE in enumerate(self._scores(fitted, x_TD, targets)):
-            ids, margins = ranked_margins(scores_TE, self._moe.num_experts_per_tok, most)
-            hot_TE = self._hot_TLE[:, source + index]
-            heat = np.take_along_axis(_heat_before(hot_TE), ids, axis=1)
-            columns = (margins.clip(-LARGEST_MARGIN, LARGEST_MARGIN), np.log(heat + LEAST_HEAT))
-            pairs = np.stack([*columns, np.take_along_axis(hot_TE, ids, axis=1)], axis=2).reshape(-1, 3)
-            self._pairs[index].append(pairs.astype(np.float32))
+            named_TE = self._named(task, gate, x_TD)
+            counts = [[(named_TE & used).sum(), used.sum()] for used in (hot_TE, hot_TE & lacking_TE)]
+            if task.reads_embedding:
+                self._embedded = float(counts[0][0] / counts[0][1])
+            else:
+                self._sums[task.distance, which] += counts
+        most = min(2 * moe.num_experts_per_tok, moe.num_experts)
+        ranked, margins = map(np.array, ranked_margins(self._scores(task, fitted, x_TD), moe.num_experts_per_tok, most))
+        heat = np.take_along_axis(_heat_before(hot_TE), ranked, axis=1)
+        is_used = np.take_along_axis(hot_TE, ranked, axis=1)
+        pairs = np.stack([margins, np.log(heat + LEAST_HEAT), is_used], axis=2).astype(np.float32)
+        self._pairs[task.distance].append(pairs[np.take_along_axis(lacking_TE, ranked, axis=1)])
 
     def curves(self) -> list[Curve]:
-        """Logistic regression of use on margin and heat."""
+        """Logistic regression of use on margin and heat, of experts that were not in memory."""
         return [_logistic(np.concatenate(pairs)) if pairs else (1.0, 0.0, 0.0) for pairs in self._pairs]
 
     def recall(self, slots: int) -> Recall:
@@ -217,19 +190,16 @@ class _Tally:
             slots, own[:, 0].tolist(), fitted[:, 0].tolist(), own[:, 1].tolist(), fitted[:, 1].tolist(), self._embedded
         )
 
-    def _scores(self, gate: Gate, x_TD: F32, targets: Sequence[MoeWeights]) -> list[F32]:
-        parts = np.split(x_TD @ gate.matrix_ND.T + gate.bias_N, len(targets), axis=1)
-        return [ranking_scores(part, t.router.correction_E, self._moe) for part, t in zip(parts, targets, strict=True)]
+    def _scores(self, task: _Task, gate: Gate, x_TD: F32) -> F32:
+        return ranking_scores(x_TD @ gate.matrix_ED.T + gate.bias_E, task.target.router.correction_E, self._moe)
 
-    def _named(self, source: int, gate: Gate, x_TD: F32, targets: Sequence[MoeWeights]) -> list[Array]:
-        """bool [T, E] for each target: the K best."""
-        out = []
-        for scores_TE in self._scores(gate, x_TD, targets):
-            top = np.argpartition(-scores_TE, self._moe.num_experts_per_tok - 1, axis=1)
-            named_TE = np.zeros(scores_TE.shape, bool)
-            np.put_along_axis(named_TE, top[:, : self._moe.num_experts_per_tok], True, axis=1)
-            out.append(named_TE)
-        return out
+    def _named(self, task: _Task, gate: Gate, x_TD: F32) -> Array:
+        """bool [T, E]: the K best."""
+        scores_TE, per_token = self._scores(task, gate, x_TD), self._moe.num_experts_per_tok
+        top = np.argpartition(-scores_TE, per_token - 1, axis=1)
+        named_TE = np.zeros(scores_TE.shape, bool)
+        np.put_along_axis(named_TE, top[:, :per_token], True, axis=1)
+        return named_TE
 
 
 def _heat_before(hot_TE: Array) -> F32:

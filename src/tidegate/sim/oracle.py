@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
 
-from tidegate.experts.lookahead import REACH
+from tidegate.experts.lookahead import AHEAD, AT_START
 from tidegate.experts.predictor import F32, Array, Predictor
 from tidegate.models.guesses import Guess
+
+_FORCED_MARGIN = 0.5  # of every expert that ForcedGuesses name; a usual one
 
 
 class Oracle(Predictor):
@@ -70,19 +72,18 @@ class ForcedGuesses:
         self._accuracy, self._step, self._seed = accuracy, step, seed
         self.width = int(experts_TLK.shape[2])
 
-    def before(self, x: Any) -> Iterator[Guess]:
-        """Nothing."""
-        return iter(())
+    def at_start(self, layer: int, x: Any) -> Guess | None:
+        """The same as a layer before; nothing of the first layer."""
+        return self._guess(self._step(), layer, AT_START) if layer else None
 
-    def after(self, layer: int, x: Any, residual: Any) -> Iterator[Guess]:
-        """The same guess at a layer from one and from two layers before."""
-        for distance in range(1, min(REACH, self._experts_TLK.shape[1] - 1 - layer) + 1):
-            yield Guess(layer + distance, distance, self._guess(self._step(), layer + distance)[None])
+    def after_route(self, layer: int, x: Any) -> Guess | None:
+        """Of the next layer."""
+        return self._guess(self._step(), layer + 1, AHEAD) if layer + 1 < self._experts_TLK.shape[1] else None
 
-    def _guess(self, step: int, layer: int) -> Array:
+    def _guess(self, step: int, layer: int, distance: int) -> Guess:
         draw = random.Random(f"{self._seed} {step} {layer}")
         needed = self._experts_TLK[step, layer].tolist()
         wrong = draw.sample(sorted(set(range(self._num_experts)).difference(needed)), len(needed))
         named = [one if draw.random() < self._accuracy else other for one, other in zip(needed, wrong, strict=True)]
         draw.shuffle(named)
-        return np.array(named)
+        return Guess(layer, distance, [named], [[_FORCED_MARGIN] * len(named)])

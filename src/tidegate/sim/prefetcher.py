@@ -13,7 +13,7 @@ import numpy as np
 
 from tidegate.errors import UsageError
 from tidegate.experts.cache import ExpertCache
-from tidegate.experts.lookahead import REACH
+from tidegate.experts.foreseer import REACH
 from tidegate.experts.predictor import Array, Predictor
 
 

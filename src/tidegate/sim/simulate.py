@@ -111,6 +111,8 @@ def simulate(
         if ahead is not None:
             ahead.begin_step(step)
         for layer in layers:
+            if ahead is not None:
+                ahead.at_start(layer)
             loader.compute(profile.dense_s)
             _visit(cache, loader, layer, step, profile.expert_s, ahead, outcome)
         loader.compute(profile.token_s)
