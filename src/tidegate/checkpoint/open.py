@@ -54,7 +54,9 @@ def open_checkpoint(path: Path | str) -> Checkpoint:
     """The source checkpoint at ``path``. Raises CheckpointError and its kinds; a store is not a source and refused."""
     kind, found = detect(path)
     if kind == "store":
-        raise CheckpointError(f"{found}: is an expert store already, which runs as it is; convert wants a Hugging Face folder or a GGUF file")
+        raise CheckpointError(
+            f"{found}: is an expert store already, which runs as it is; convert wants a Hugging Face folder or a GGUF file"
+        )
     if kind == "gguf":
         from tidegate.checkpoint.gguf import GgufCheckpoint  # noqa: PLC0415  (only what is needed)
 

@@ -110,7 +110,8 @@ class Foreseer:
         """``layer`` -1: before the first."""
         if not self.lookahead.wants_guesses:
             return
-        for distance in range(1, min(self._reach, self.predictor.num_layers - 1 - layer) + 1):
+        first = 1 if layer < 0 or self.predictor.sees_layers else self._reach
+        for distance in range(first, min(self._reach, self.predictor.num_layers - 1 - layer) + 1):
             probability_E = self.predictor.predict(layer + distance)
             self.predictions += 1
             likely = np.flatnonzero(probability_E >= _LEAST)

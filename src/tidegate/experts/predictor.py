@@ -51,6 +51,9 @@ class Predictor(ABC):
         """float32 [E] in 0..1: the probability that at least one row uses the expert in the layer's next visit. A view that
         may be overwritten by the next call."""
 
+    # Whether what it says of a layer depends on the layers before, in the same step; else it is asked once.
+    sees_layers = True
+
     @property
     def sketch_dims(self) -> int:
         """How many numbers of a router's input it wants to see; 0: none."""

@@ -26,7 +26,7 @@ from tidegate.experts.predictor import (
 class LastToken(HistoryPredictor):
     """The experts of the sequence's token before, same layer."""
 
-    remembers = (LAST,)
+    sees_layers, remembers = False, (LAST,)
 
     def score(self, history: History, layer: int, *, is_next_step: bool) -> F32:
         return np.asarray(history.last_LE[layer], np.float32)
@@ -35,7 +35,7 @@ class LastToken(HistoryPredictor):
 class SlidingWindow(HistoryPredictor):
     """Share of the last ``window`` tokens that used the expert."""
 
-    remembers = (COUNT,)
+    sees_layers, remembers = False, (COUNT,)
     window = 16
 
     def score(self, history: History, layer: int, *, is_next_step: bool) -> F32:
@@ -46,7 +46,7 @@ class SlidingWindow(HistoryPredictor):
 class DecayedCounts(HistoryPredictor):
     """Uses that fade by half every 16 tokens."""
 
-    remembers = (HEAT,)
+    sees_layers, remembers = False, (HEAT,)
 
     def score(self, history: History, layer: int, *, is_next_step: bool) -> F32:
         return np.asarray(history.heat_LE[layer], np.float32)
@@ -55,6 +55,7 @@ class DecayedCounts(HistoryPredictor):
 class TokenTable(HistoryPredictor):
     """What the input token used before, whatever the context: rows for frequent tokens, a prior for the others."""
 
+    sees_layers = False
     arrays: ClassVar = ("tokens", "table_NLE", "prior_LE")
 
     def __init__(
@@ -101,7 +102,7 @@ class Groups(HistoryPredictor):
     """Cluster prefetch: experts that are used together form groups; a group is as hot as its members were at the token
     before."""
 
-    remembers = (LAST,)
+    sees_layers, remembers = False, (LAST,)
     arrays: ClassVar = ("group_LE",)
 
     def __init__(

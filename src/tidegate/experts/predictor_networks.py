@@ -78,7 +78,7 @@ class WindowMlp(HistoryPredictor):
     """One tiny network for every expert of every layer, on the statistics of a window of 64 tokens and running averages; it
     forecasts use within the next ``horizon`` tokens."""
 
-    remembers = ALL_COLUMNS
+    sees_layers, remembers = False, ALL_COLUMNS
     window = 64
     num_features = 4
     arrays: ClassVar = ("w1_FH", "b1_H", "w2_H", "b2", "horizon")
@@ -104,7 +104,7 @@ class WindowMlp(HistoryPredictor):
 class Lstm(HistoryPredictor):
     """A layer's own small LSTM over its experts of the last ten tokens."""
 
-    window = LSTM_TOKENS
+    sees_layers, window = False, LSTM_TOKENS
     arrays: ClassVar = ("wx_LEG", "wh_LHG", "b_LG", "wo_LHE", "bo_LE")
 
     def __init__(
