@@ -38,8 +38,7 @@ class Ahead(ABC):
     def begin_step(self, step: Step) -> None:
         """A forward pass starts."""
 
-    @abstractmethod
-    def at_start(self, layer: int) -> None:
+    def at_start(self, layer: int) -> None:  # noqa: B027  (predictors speak when a layer was routed)
         """The layer's attention is about to start."""
 
     @abstractmethod
@@ -94,9 +93,6 @@ class PredictorAhead(Ahead):
         self._foreseer.begin_step(step.sequence_T, step.token_T)
         self._spend(self._foreseer.predictions - before)
 
-    def at_start(self, layer: int) -> None:
-        """Predictors speak when a layer was routed."""
-
     def after_route(self, layer: int) -> None:
         step, foreseer = self._step, self._foreseer
         assert foreseer is not None
@@ -117,9 +113,6 @@ class FixedAhead(Ahead):
         if isinstance(self._predictor, Oracle):
             self._predictor.reveal(step.needed_L)
         self._prefetcher.begin_step(step.sequence_T, step.token_T)
-
-    def at_start(self, layer: int) -> None:
-        """Predictors speak when a layer was routed."""
 
     def after_route(self, layer: int) -> None:
         step, before = self._step, self._prefetcher.predictions
