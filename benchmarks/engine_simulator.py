@@ -1,13 +1,15 @@
 """The simulator against the live engine: one model, 5 budgets x 4 policies, prefetch off and on.
 
-    tidegate hardware STORE
-    python benchmarks/engine_simulator.py STORE OUT.md [--tokens 256] [--text FILE] [--repeat 3]
+    python benchmarks/engine_simulator.py STORE OUT.md [--tokens 1000] [--text FILE] [--repeat 5] [--off-once]
 
-Run both on an idle machine. A trace is recorded once, with everything in memory; then the engine reads the same tokens one
-by one in every configuration, a process each, and the simulator runs the trace with the plan's slots and the rates that
+Run it on an idle machine. A trace is recorded once, with everything in memory; then the engine reads the same tokens one
+by one in every configuration, a process each, and the simulator runs the trace with that run's slots and the rates that
 `tidegate hardware` measured. Without prefetch hits, misses and evictions must be equal; with it hit rates may differ by 1
-point and tokens/s by 12 %, because both depend on when loads end. Exit code 1 if they do not. Without a tokenizer the tokens
-are random.
+point and tokens/s by 12 %, because both depend on when loads end. Exit code 1 if they do not.
+
+The disk of a shared host is up to half as fast again or as slow from one second to the next. So the machine is measured in
+every round and its disk, for a twentieth of a second, between all runs; a run is compared with a simulation on the disk of
+that moment, and the table has medians over the rounds. Without a tokenizer the tokens are random.
 """
 
 from __future__ import annotations
@@ -18,27 +20,36 @@ import os
 import statistics
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from dataclasses import asdict, dataclass, replace
 from itertools import product
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
+from tidegate import _core
+from tidegate.backends.base import ByteArray
 from tidegate.checkpoint.store import ExpertStore
 from tidegate.config import EngineOptions, parse_options
 from tidegate.engine import bench
+from tidegate.engine.source import open_store
 from tidegate.experts.policy import policy_factory
 from tidegate.experts.trace import TraceReader
-from tidegate.planner.machine import load_machine
+from tidegate.planner.machine import DiskRate, Machine
+from tidegate.planner.measure import probe_memory
+from tidegate.planner.measure_disk import DiskProbe
+from tidegate.planner.measure_kernels import Kernels
 from tidegate.planner.profile import simulated_profile
 from tidegate.sim.ahead import Gates
 from tidegate.sim.replay import Step, whole_steps
-from tidegate.sim.simulate import Outcome, Profile, simulate
+from tidegate.sim.simulate import Outcome, simulate
 
 POLICIES = ("decayed-lfu", "lru", "lfu", "lfru")
 SHARES = (0.0, 0.15, 0.3, 0.5, 0.8)  # of the way from the smallest budget to one that holds every expert
 MOST_POINTS, MOST_ERROR = 1.0, 0.12
 COUNTERS = ("demand_hits", "misses", "evictions")
+PROBE_BYTES, WORKSPACE_BYTES = 256 << 20, 64 << 20
+Point = tuple[float, str, str]  # share, policy, prefetch
 TEXT = Path(bench.__file__).with_suffix(".txt")
 CHILD = """
 import json, sys
@@ -66,7 +77,10 @@ with load(asked["store"], **asked["options"]) as model:
             if sequence.error is not None:
                 raise sequence.error
             sequence.tokens[-1] = token
-    print(json.dumps({**model.stats(), "slots": model.plan.slots, "needs": asdict(model.plan.needs)}))
+    loader = model.runtime.loader.counters()
+    reads = {"read_s": loader.busy_ns * 1e-9, "reads": loader.read_bytes / model.plan.needs.slot_bytes}
+    reads |= {"wake_s": loader.wake_ns * 1e-9, "wakes": loader.wakes}
+    print(json.dumps({**model.stats(), **reads, "slots": model.plan.slots, "needs": asdict(model.plan.needs)}))
 """
 
 
@@ -79,28 +93,84 @@ def child(**asked: Any) -> dict[str, Any]:
     return found
 
 
-class Comparison:
-    """A store, its recorded steps, and the model's times on this machine."""
+def hardware(store: str) -> Machine:
+    """What the machine is like now. A measurement beside other work counts as well: the median is taken of several."""
+    command = [sys.executable, "-m", "tidegate", "hardware", store, "--json"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    if not done.stdout:
+        raise SystemExit(done.stderr)
+    return Machine.from_json(json.loads(done.stdout))
 
-    def __init__(self, store: Path, text: Path, tokens: int, repeat: int, folder: Path) -> None:
-        self.store, self.tokens, self.repeat = store, tokens, repeat
+
+def middle(values: list[Any]) -> Any:
+    """The median of numbers, also of those in equal places of lists and dictionaries; of anything else the first."""
+    first = values[0]
+    if isinstance(first, dict):
+        return {name: middle([value[name] for value in values]) for name in first}
+    if isinstance(first, list | tuple):
+        return [middle(list(place)) for place in zip(*values, strict=True)]
+    return statistics.median(values) if isinstance(first, int | float) and not isinstance(first, bool) else first
+
+
+class Disk:
+    """Where a store's experts are read from, by the probe of `tidegate hardware`."""
+
+    def __init__(self, store: ExpertStore, memory: ByteArray) -> None:
+        weights, workspace = memory[:PROBE_BYTES], memory[PROBE_BYTES:]
+        weights[:] = 0x33  # ordinary numbers in every format
+        threads = len(os.sched_getaffinity(0))
+        self._kernels = Kernels(weights, _core.Compute(threads, workspace, _core.available_isas()[0]))
+        self._path, self._layout = store.paths[0], store.layouts[0]
+
+    def rate(self) -> DiskRate:
+        """Now."""
+        probe = DiskProbe(self._path, self._kernels, self._layout)
+        probe.sample()
+        return probe.rate()
+
+
+@dataclass
+class Run:
+    """What the engine counted, and the disk just before and after."""
+
+    live: dict[str, Any]
+    disk: DiskRate
+
+
+class Comparison:
+    """A store, its recorded steps, and the runs so far."""
+
+    def __init__(self, store: str, text: Path, tokens: int, folder: Path) -> None:
+        self.store, self.tokens = store, tokens
         self.context = tokens + 1
         trace = folder / "recorded.trace"
         options = {
             "context": self.context
         }  # with prefetch, so that the trace has the guesses of the fitted gates, if any
-        self.needs = child(store=str(store), options=options, tokens=tokens, text=str(text), trace=str(trace))["needs"]
+        self.needs = child(store=store, options=options, tokens=tokens, text=str(text), trace=str(trace))["needs"]
         reader = TraceReader(trace)
         self.steps: list[Step] = list(whole_steps(reader))
         self.curves = reader.meta.guess_curves
         self.ids = [step.token_T[0] for step in self.steps]
         assert len(self.ids) == tokens, f"the text has {len(self.ids)} tokens"
-        threads = len(os.sched_getaffinity(0))
-        self.machine = load_machine(store)
-        asked = parse_options(EngineOptions, {"context": self.context})
-        self.profile: Profile = simulated_profile(ExpertStore.open(store), asked, self.machine, threads)
+        self.options = parse_options(EngineOptions, {"context": self.context})
+        self.opened = open_store(store, self.options)
+        self.machines: list[Machine] = []
+        self.runs: dict[Point, list[Run]] = {}
 
-    def memory(self, share: float) -> int:
+    def round(self, points: Iterable[Point]) -> None:
+        """Measure the machine and run every configuration once."""
+        self.machines.append(hardware(self.store))
+        with probe_memory(PROBE_BYTES + WORKSPACE_BYTES) as memory:
+            disk = Disk(self.opened, memory)
+            after = disk.rate()
+            for point in points:
+                before, live = after, self._live(*point)
+                after = disk.rate()
+                between = middle([asdict(before), asdict(after)])
+                self.runs.setdefault(point, []).append(Run(live, DiskRate(**between)))
+
+    def _memory(self, share: float) -> int:
         needs = self.needs
         least, most = needs["num_layers"] * needs["min_slots"], needs["num_layers"] * needs["num_experts"]
         slots = round(least + share * (most - least))
@@ -109,34 +179,42 @@ class Comparison:
         )
         return int((fixed + slots * needs["slot_bytes"]) / (1 - 2**-9)) + (4 << 20)
 
-    def live(self, policy: str, share: float, prefetch: str) -> dict[str, Any]:
-        """Of several runs that with the middle speed; without prefetch their counts are the same."""
-        options = {"memory": self.memory(share), "policy": policy, "prefetch": prefetch, "context": self.context}
-        asked = {"store": str(self.store), "options": options, "tokens": self.tokens, "ids": self.ids}
-        runs = sorted((child(**asked) for _ in range(self.repeat)), key=lambda run: run["tokens_per_s"])
-        return runs[len(runs) // 2]
+    def _live(self, share: float, policy: str, prefetch: str) -> dict[str, Any]:
+        options = {"memory": self._memory(share), "policy": policy, "prefetch": prefetch, "context": self.context}
+        return child(store=self.store, options=options, tokens=self.tokens, ids=self.ids)
 
-    def simulated(self, policy: str, slots: list[int], prefetch: str) -> Outcome:
+    def rows(self) -> Iterator[dict[str, Any]]:
+        """Of every configuration what its runs came to, and the simulator with the same slots and disk."""
+        machine = Machine.from_json(middle([one.to_json() for one in self.machines]))
+        for (share, policy, prefetch), runs in self.runs.items():
+            live = [run.live for run in runs]
+            found = [self._simulated(policy, run, prefetch, machine) for run in runs]
+            hits, simulated_hits = [hit_ratio(one) for one in live], [100 * one.hit_ratio for one in found]
+            speeds, simulated_speeds = [one["tokens_per_s"] for one in live], [one.tokens_per_s for one in found]
+            pairs = zip(simulated_hits, hits, strict=True), zip(simulated_speeds, speeds, strict=True)
+            yield {
+                "share": share, "policy": policy, "prefetch": prefetch,
+                "resident": sum(live[0]["slots"]) / (self.needs["num_layers"] * self.needs["num_experts"]),
+                "equal": all(one[name] == getattr(replayed.counters, name)
+                             for one, replayed in zip(live, found, strict=True) for name in COUNTERS),
+                "live": live, "simulated": [vars(one.counters) for one in found],
+                "hits": hits, "simulated_hits": simulated_hits, "speeds": speeds, "simulated_speeds": simulated_speeds,
+                "points": statistics.median(ours - theirs for ours, theirs in pairs[0]),
+                "error": statistics.median(ours / theirs - 1 for ours, theirs in pairs[1]),
+            }  # fmt: skip
+
+    def _simulated(self, policy: str, run: Run, prefetch: str, machine: Machine) -> Outcome:
+        then = replace(machine, disk=(run.disk,))
+        profile = simulated_profile(self.opened, self.options, then, len(os.sched_getaffinity(0)))
         return simulate(
-            self.steps, slots, self.needs["num_experts"], policy_factory(policy), self.profile,
+            self.steps, run.live["slots"], self.needs["num_experts"], policy_factory(policy), profile,
             Gates(self.curves) if prefetch == "auto" else None, share=True,
         )  # fmt: skip
 
-    def rows(self) -> Iterator[dict[str, Any]]:
-        for share, policy, prefetch in product(SHARES, POLICIES, ("off", "auto")):
-            live = self.live(policy, share, prefetch)
-            found = self.simulated(policy, live["slots"], prefetch)
-            visits = live["demand_hits"] + live["prefetch_hits"] + live["misses"]
-            yield {
-                "policy": policy, "prefetch": prefetch,
-                "resident": sum(live["slots"]) / (self.needs["num_layers"] * self.needs["num_experts"]),
-                "equal": all(live[name] == getattr(found.counters, name) for name in COUNTERS),
-                "live": {name: live[name] for name in ("demand_hits", "prefetch_hits", "misses", "evictions",
-                                                       "prefetch_issued", "prefetch_wasted", "tokens_per_s")},
-                "simulated": vars(found.counters) | {"tokens_per_s": found.tokens_per_s},
-                "points": 100 * (found.hit_ratio - 1 + live["misses"] / visits),
-                "error": found.tokens_per_s / live["tokens_per_s"] - 1,
-            }  # fmt: skip
+
+def hit_ratio(live: dict[str, Any]) -> float:
+    """In per cent; demand hits and prefetch hits."""
+    return 100 * (1 - live["misses"] / (live["demand_hits"] + live["prefetch_hits"] + live["misses"]))
 
 
 def table(rows: list[dict[str, Any]]) -> Iterator[str]:
@@ -144,22 +222,37 @@ def table(rows: list[dict[str, Any]]) -> Iterator[str]:
     on = [row for row in rows if row["prefetch"] == "auto"]
     equal = sum(row["equal"] for row in off)
     yield f"Without prefetch: hits, misses and evictions equal in {equal} of {len(off)}; {_errors(off)}."
-    worst = max((abs(row["points"]) for row in on), default=0.0)
-    yield f"With prefetch: hit rates at most {worst:.2f} points apart; {_errors(on)}."
+    points = sorted(abs(row["points"]) for row in on) or [0.0]
+    apart = f"hit rates {statistics.median(points):.2f} points apart in the middle, {points[-1]:.2f} at most"
+    yield f"With prefetch: {apart}; {_errors(on)}."
+    spans = [(max(row["hits"]) - min(row["hits"]), max(row["speeds"]) / min(row["speeds"]) - 1) for row in on]
+    if spans and len(on[0]["hits"]) > 1:
+        (points, middle_points), (speed, middle_speed) = (
+            (max(column), statistics.median(column)) for column in zip(*spans, strict=True)
+        )
+        yield (
+            f"Runs of the engine in one configuration differ by {middle_points:.2f} points and {middle_speed:.0%} in the middle, "
+            f"{points:.2f} and {speed:.0%} at most."
+        )
     yield ""
-    head = "hits live | simulated | points | loads ahead live | simulated | tokens/s live | simulated | error"
+    head = "hits live, % | simulated | points | loads ahead live | simulated | tokens/s live | simulated | error"
     yield f"| resident | policy | prefetch | {head} |"
     yield "|---:|---|---|---:|---:|---:|---:|---:|---:|---:|---:|"
     for row in rows:
-        live, found = row["live"], row["simulated"]
-        hits = [one["demand_hits"] + one["prefetch_hits"] for one in (live, found)]
-        shares = [f"{count / (count + one['misses']):.2%}" for count, one in zip(hits, (live, found), strict=True)]
+        issued, ahead = ([one["prefetch_issued"] for one in row[who]] for who in ("live", "simulated"))
         cells = [
-            f"{row['resident']:.0%}", row["policy"], row["prefetch"], *shares, f"{row['points']:+.2f}",
-            live["prefetch_issued"], found["prefetch_issued"], f"{live['tokens_per_s']:.1f}", f"{found['tokens_per_s']:.1f}",
-            f"{row['error']:+.0%}",
+            f"{row['resident']:.0%}", row["policy"], row["prefetch"], _span(row["hits"], ".1f"),
+            f"{statistics.median(row['simulated_hits']):.1f}", f"{row['points']:+.2f}",
+            _span(issued, ".0f"), f"{statistics.median(ahead):.0f}",
+            _span(row["speeds"], ".0f"), f"{statistics.median(row['simulated_speeds']):.0f}", f"{row['error']:+.0%}",
         ]  # fmt: skip
         yield f"| {' | '.join(map(str, cells))} |"
+
+
+def _span(values: list[float], digits: str) -> str:
+    """The median, and from where to where."""
+    low, high = (format(value, digits) for value in (min(values), max(values)))
+    return format(statistics.median(values), digits) + ("" if low == high else f" ({low} to {high})")
 
 
 def _errors(rows: list[dict[str, Any]]) -> str:
@@ -173,24 +266,29 @@ def _errors(rows: list[dict[str, Any]]) -> str:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("store", type=Path)
+    parser.add_argument("store", help="a store, or builtin")
     parser.add_argument("out", type=Path, help="Markdown with the table; numbers as JSON beside it")
-    parser.add_argument("--tokens", type=int, default=256)
+    parser.add_argument("--tokens", type=int, default=1000)
     parser.add_argument("--text", type=Path, default=TEXT)
-    parser.add_argument("--repeat", type=int, default=3)
+    parser.add_argument("--repeat", type=int, default=5)
+    parser.add_argument(
+        "--off-once", action="store_true", help="without prefetch, where counts do not vary, a single run"
+    )
     args = parser.parse_args()
     with TemporaryDirectory(prefix="tidegate-simulator-") as folder:
-        comparison = Comparison(args.store, args.text, args.tokens, args.repeat, Path(folder))
-        if not comparison.machine.is_measured:
-            print("the rates are assumed: run tidegate hardware first", file=sys.stderr)
-        rows = []
-        for row in comparison.rows():
-            rows.append(row)
-            print(json.dumps(row), file=sys.stderr, flush=True)
+        comparison = Comparison(args.store, args.text, args.tokens, Path(folder))
+        for number in range(args.repeat):
+            modes = ("auto",) if args.off_once and number else ("off", "auto")
+            comparison.round(product(SHARES, POLICIES, modes))
+            print(f"round {number + 1} of {args.repeat}", file=sys.stderr, flush=True)
+        rows = sorted(
+            comparison.rows(), key=lambda row: (row["share"], POLICIES.index(row["policy"]), row["prefetch"] != "off")
+        )
     text = "\n".join(table(rows))
     print(text)
     args.out.write_text(text + "\n", encoding="utf-8")
-    args.out.with_suffix(".json").write_text(json.dumps(rows), encoding="utf-8")
+    numbers = {"rows": rows, "machines": [machine.to_json() for machine in comparison.machines]}
+    args.out.with_suffix(".json").write_text(json.dumps(numbers), encoding="utf-8")
     good = all(
         row["equal"]
         if row["prefetch"] == "off"

@@ -159,7 +159,9 @@ void bind_loader(nb::module_& m) {
       .def_ro("wasted_bytes", &LoaderCounters::wasted_bytes)
       .def_ro("waits", &LoaderCounters::waits)
       .def_ro("wait_ns", &LoaderCounters::wait_ns)
-      .def_ro("busy_ns", &LoaderCounters::busy_ns);
+      .def_ro("busy_ns", &LoaderCounters::busy_ns)
+      .def_ro("wakes", &LoaderCounters::wakes)
+      .def_ro("wake_ns", &LoaderCounters::wake_ns);
   nb::class_<Loader, SlotSource>(m, "Loader", "Threads that read blobs into slots; see loader.h.")
       .def("__init__", [](Loader* self, std::shared_ptr<FileSet> files, const std::vector<std::uintptr_t>& addresses,
                           std::int64_t slot_bytes, int threads, std::int64_t chunk_bytes, bool verify, int demand_chunks) {

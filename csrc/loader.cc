@@ -8,6 +8,7 @@
 #include <string>
 
 #include "crc32.h"
+#include "pool.h"
 
 namespace tidegate {
 namespace {
@@ -63,10 +64,18 @@ void Loader::set_state(Slot& slot, SlotState state) {
 void Loader::enqueue(int slot, bool first) {
   Slot& s = slots_[slot];
   auto& queue = s.demand.load(std::memory_order_relaxed) ? demand_ : speculative_;
+  if (num_asleep_ > 0 && demand_.empty() && speculative_.empty()) roused_ns_ = now_ns();
+  want_core(true);
   first ? queue.push_front(slot) : queue.push_back(slot);
   s.queued = true;
   num_demand_queued_.store(static_cast<int>(demand_.size()), std::memory_order_relaxed);
   work_ready_.notify_one();
+}
+
+// Behind mutex_.
+void Loader::want_core(bool wanted) {
+  if (wanted != wants_core_) g_cores_wanted.fetch_add(wanted ? 1 : -1, std::memory_order_relaxed);
+  wants_core_ = wanted;
 }
 
 void Loader::dequeue(int slot) {
@@ -188,12 +197,18 @@ void Loader::close() {
   }
   for (std::thread& thread : threads_) thread.join();
   threads_.clear();
+  std::lock_guard lock(mutex_);
+  want_core(false);
 }
 
 void Loader::work() {
   std::unique_lock lock(mutex_);
   for (;;) {
-    work_ready_.wait(lock, [this] { return closing_ || !demand_.empty() || !speculative_.empty(); });
+    while (!closing_ && demand_.empty() && speculative_.empty()) {
+      if (++num_asleep_ == options_.num_threads) want_core(false);
+      work_ready_.wait(lock);
+      --num_asleep_;
+    }
     if (closing_) return;
     Job job = take();
     lock.unlock();
@@ -204,6 +219,11 @@ void Loader::work() {
 }
 
 Loader::Job Loader::take() {
+  if (roused_ns_ != 0) {
+    ++counters_.wakes;
+    counters_.wake_ns += now_ns() - roused_ns_;
+    roused_ns_ = 0;
+  }
   const int slot = demand_.empty() ? speculative_.front() : demand_.front();
   dequeue(slot);
   Slot& s = slots_[slot];

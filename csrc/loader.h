@@ -58,6 +58,8 @@ struct LoaderCounters {
   std::int64_t waits = 0;            // wait_ready calls that found the slot still loading
   std::int64_t wait_ns = 0;          // time spent in them
   std::int64_t busy_ns = 0;          // time the threads spent in reads, all threads together
+  std::int64_t wakes = 0;            // times a load found every queue empty and a thread asleep
+  std::int64_t wake_ns = 0;          // until that thread took a load
 };
 
 class Loader final : public SlotSource {
@@ -117,6 +119,7 @@ class Loader final : public SlotSource {
   void finish(const Job& job, JobEnd end);
   void abandon(Slot& slot);
   void enqueue(int slot, bool first);
+  void want_core(bool wanted);
   void dequeue(int slot);
   void set_state(Slot& slot, SlotState state);
   Slot& at(int slot) const;
@@ -133,6 +136,9 @@ class Loader final : public SlotSource {
   std::deque<int> speculative_;
   std::atomic<int> num_demand_queued_{0};
   std::uint64_t last_ticket_ = 0;
+  int num_asleep_ = 0;
+  bool wants_core_ = false;     // from the first load until all threads are asleep
+  std::int64_t roused_ns_ = 0;  // since when a thread that was asleep has something to do; 0: none
   bool closing_ = false;
   LoaderCounters counters_;  // behind mutex_, but for the four below
   std::atomic<std::int64_t> read_bytes_{0};

@@ -33,7 +33,7 @@ bool spin_until(Done&& done) {
     }
     const auto waited = std::chrono::steady_clock::now() - start;
     if (waited > kYield) return false;
-    if (waited > kSpin) sched_yield();
+    if (waited > kSpin || g_cores_wanted.load(std::memory_order_relaxed) > 0) sched_yield();
   }
 }
 

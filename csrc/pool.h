@@ -11,6 +11,10 @@
 
 namespace tidegate {
 
+// While it is above 0 some other thread of this process is about to need a core for a moment, and threads that only wait
+// offer theirs at every turn. A kernel that preempts lazily (Linux from 6.12 on) does not take it from them.
+inline std::atomic<int> g_cores_wanted{0};
+
 class Pool {
  public:
   // threads >= 1. Starts threads - 1 workers.

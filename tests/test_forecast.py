@@ -30,7 +30,7 @@ def olmoe(tmp_path_factory: pytest.TempPathFactory) -> ModelHeaders:
 def machine_of(load_s: float = 1e-3, disk: float = 4e9, beside: float = 4e9, kernels_beside: float = 1.0) -> Machine:
     """A byte of weights takes 0.1 ns however many tokens it serves; layers cost nothing beside them."""
     rates = {name: {1: 1e10, 256: 1e10} for name in ("int4-g32", "int8-g32", "f32")}
-    disk_rates = (DiskRate(1 << 20, load_s, disk, beside), DiskRate(1 << 26, load_s, disk, beside))
+    disk_rates = (DiskRate(1 << 20, load_s, load_s, disk, beside), DiskRate(1 << 26, load_s, load_s, disk, beside))
     return replace(
         assumed_machine(2), memory={1: 1e12, 2: 1e12}, dense=rates, experts=rates, layer_s=0.0, row_s=0.0, disk=disk_rates,
         beside_loads_ratio=kernels_beside,
@@ -67,6 +67,17 @@ def test_loads_and_computation_slow_each_other(olmoe: ModelHeaders) -> None:
     assert slowed.experts_s + slowed.wait_s == pytest.approx(layers * (loads_s + blob / 1e10))
     assert slowed.total_s > clock_of(olmoe, alone, 16).decode(0.0, None).total_s
     assert clock_of(olmoe, beside, 64).decode(1.0, None) == clock_of(olmoe, alone, 64).decode(1.0, None)
+
+
+def test_weights_that_a_cache_holds_are_read_faster(olmoe: ModelHeaders) -> None:
+    alone = clock_of(olmoe, machine_of(), 64)
+    plan_bytes = sum(entry.nbytes for entry in olmoe.dense.values()) + 64 * 16 * olmoe.layouts[0].blob_bytes
+    fits, too_small = (replace(machine_of(), cache_bytes=2 * plan_bytes // part, cached_ratio=4.0) for part in (1, 2))
+    cached = clock_of(olmoe, fits, 64)
+    for name in ("weights_s", "kv_s", "experts_s"):
+        assert getattr(cached.decode(1.0, None), name) == pytest.approx(getattr(alone.decode(1.0, None), name) / 4)
+    assert clock_of(olmoe, too_small, 64).decode(1.0, None) == alone.decode(1.0, None)
+    assert cached.bytes_per_s(None, 64) == alone.bytes_per_s(None, 64), "arithmetic is what takes time there"
 
 
 def test_more_experts_than_slots_wait_for_slots(olmoe: ModelHeaders) -> None:

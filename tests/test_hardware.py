@@ -6,7 +6,7 @@ import json
 import subprocess
 import sys
 import time
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
@@ -51,8 +51,11 @@ def test_a_measurement_is_whole_and_leaves_nothing_behind(small: None, tmp_path:
     assert all(tuple(one) == TOKENS for one in rates[1:])
     sizes = [disk.block_bytes for disk in found.disk]
     assert sizes == sorted(sizes) and sizes[0] < 1 << 17 and 4 << 20 < sizes[-1] <= 10 << 20, "what fits the memory"
-    assert all(disk.latency_s > 0 and 0 < disk.beside_bytes_per_s <= disk.bytes_per_s for disk in found.disk)
+    assert all(0 < disk.read_s <= disk.latency_s for disk in found.disk)
+    assert all(0 < disk.beside_bytes_per_s <= disk.bytes_per_s for disk in found.disk)
+    assert all(0 <= seconds < 0.1 for seconds in asdict(found.bookkeeping).values()) and found.bookkeeping.wake_s > 0
     assert 0 < found.beside_loads_ratio <= 1
+    assert found.cached_ratio >= 1 and (found.cache_bytes == 0 or found.cache_bytes >= 1 << 16)
     assert (
         0 < found.layer_s < 1
         and 0 <= found.row_s < 1
@@ -87,7 +90,7 @@ def test_a_broken_file_is_as_good_as_none(text: str, tmp_path: Path) -> None:
 
 
 def test_disk_rates_between_and_beyond_what_was_measured() -> None:
-    disk = (DiskRate(1 << 16, 1e-4, 1e9, 0.5e9), DiskRate(1 << 20, 1e-3, 2e9, 1e9))
+    disk = (DiskRate(1 << 16, 1e-4, 8e-5, 1e9, 0.5e9), DiskRate(1 << 20, 1e-3, 9e-4, 2e9, 1e9))
     machine = replace(assumed_machine(2), disk=disk)
     assert machine.load_s(1 << 16) == pytest.approx(1e-4) and machine.load_s(1 << 20) == pytest.approx(1e-3)
     assert 1e-4 < machine.load_s(1 << 18) < 1e-3 < machine.load_s(1 << 22) == pytest.approx(4e-3)
@@ -95,6 +98,9 @@ def test_disk_rates_between_and_beyond_what_was_measured() -> None:
     assert 1e9 < machine.disk_bytes_per_s(1 << 18) < 2e9
     assert machine.disk_bytes_per_s(1 << 15) == pytest.approx(0.5e9), "a smaller block takes as long as the smallest"
     assert machine.beside_bytes_per_s(1 << 20) == pytest.approx(1e9)
+    assert machine.first_read_s(1 << 16) == pytest.approx(8e-5 - (1 << 16) / 1e9)
+    assert machine.first_read_s(1 << 20) == pytest.approx(9e-4 - (1 << 20) / 2e9)
+    assert machine.first_read_s(1 << 15) == pytest.approx(machine.first_read_s(1 << 16))
     twice = machine.with_rates(None, int(4e9))
     assert twice.load_s(1 << 20) == pytest.approx(5e-4) and twice.disk_bytes_per_s(1 << 20) == pytest.approx(4e9)
 

@@ -56,11 +56,11 @@ def test_demand_loads_queue_and_speculation_fills_the_gaps():
 
 
 def test_promoted_and_cancelled_loads():
-    loader = ClockLoader(3, 4 * CHUNK_BYTES, CHUNK_BYTES, latency_s=0.5)
+    loader = ClockLoader(3, 4 * CHUNK_BYTES, CHUNK_BYTES, wake_s=0.5)
     loader.load(KEY, 0, demand=False)
     loader.load(KEY, 1, demand=False)
     loader.now_s = 1.0
-    loader.promote(0)  # one chunk and the latency are under way until 1.5; three more chunks follow
+    loader.promote(0)  # one chunk is under way until 1.5; three more follow
     assert loader.ready_s(0) == 4.5
     assert loader.cancel(1) and not loader.cancel(1)
     loader.now_s = 5.0
@@ -74,18 +74,35 @@ def test_promoted_and_cancelled_loads():
     assert small.ready_s(1) == 2.0
 
 
-def test_only_a_load_that_finds_the_channel_idle_waits_for_the_latency():
-    loader = ClockLoader(3, 4 * CHUNK_BYTES, CHUNK_BYTES, latency_s=0.5)
+def test_an_idle_channel_wakes_up_first_and_is_not_busy_meanwhile():
+    loader = ClockLoader(3, 4 * CHUNK_BYTES, CHUNK_BYTES, wake_s=0.5)
     loader.load(KEY, 0, demand=True)
     loader.load(KEY, 1, demand=True)
     assert [loader.ready_s(slot) for slot in (0, 1)] == [4.5, 8.5]
     loader.now_s = 10.0
-    assert loader.busy_ratio() == pytest.approx(0.85)
+    assert loader.busy_ratio() == pytest.approx(0.8)
     loader.load(KEY, 2, demand=False)
+    loader.now_s = 10.25
+    assert loader.cancel(2), "nothing was read yet"
+    loader.load(KEY, 1, demand=True)  # finds a channel that is about to wake up anyway
+    assert loader.ready_s(1) == 14.5 and loader.speculative_bytes == 0
     loader.now_s = 14.0
-    assert not loader.is_ready(2) and loader.busy_ratio() == 1.0
+    assert loader.busy_ratio() == 0.0, "a read counts when it has ended"
     loader.now_s = 15.0
-    assert loader.is_ready(2) and loader.busy_ratio() == pytest.approx(0.5)
+    assert loader.busy_ratio() == 1.0
+
+
+def test_whoever_asks_for_a_load_pays_for_it_while_it_is_read():
+    loader = ClockLoader(3, CHUNK_BYTES, CHUNK_BYTES, wake_s=0.5, rouse_s=0.25, miss_s=0.125, ahead_s=0.0625)
+    loader.load(KEY, 0, demand=True)
+    assert (loader.now_s, loader.ready_s(0)) == (0.375, 1.5)
+    loader.load(KEY, 1, demand=True)
+    assert (loader.now_s, loader.ready_s(1)) == (0.5, 2.5), "the channel is awake"
+    loader.now_s = 3.0
+    loader.load(KEY, 2, demand=False)
+    assert loader.now_s == 3.3125
+    loader.now_s = 4.5
+    assert loader.is_ready(2)
 
 
 def test_computation_and_loads_slow_each_other_while_both_last():

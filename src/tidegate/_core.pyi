@@ -35,7 +35,7 @@ PAGE_TOKENS: int
 
 class KvPages:
     def __init__(
-        self, memory: ByteArray, num_layers: int, kv_heads: int, k_dim: int, v_dim: int, format: str
+        self, memory: ByteArray, num_layers: int, kv_heads: int, k_dim: int, v_dim: int, is_half: bool
     ) -> None: ...
     num_pages: int
 
@@ -206,6 +206,8 @@ class LoaderCounters:
     waits: int
     wait_ns: int
     busy_ns: int
+    wakes: int
+    wake_ns: int
 
 class Loader(SlotSource):
     def __init__(

@@ -13,6 +13,7 @@
 
 #include "crc32.h"
 #include "faulty_reader.h"
+#include "pool.h"
 
 namespace {
 
@@ -109,12 +110,29 @@ void steps_with_wrong_guesses(int num_threads, int num_steps) {
   }
   const auto counters = loader.counters();
   check(counters.failed_loads == 0 && counters.cancelled_loads > 0, "counters");
+  check(counters.wakes > 0 && counters.wake_ns > 0, "threads sleep between loads");
   for (int slot = 0; slot < kSlots; ++slot) {
     if (!loader.is_ready(slot)) loader.cancel(slot);
     loader.load(slot, file.request(slot, false));
   }
   loader.close();  // with loads in flight
+  check(tidegate::g_cores_wanted.load() == 0, "nobody reads any more");
   for (int slot = 0; slot < kSlots; ++slot) check(loader.state(slot) != SlotState::kLoading, "closed");
+}
+
+void asks_for_a_core_only_while_there_are_loads() {
+  BlobFile file;
+  Slots memory;
+  auto reader = std::make_shared<FaultyReader>(tidegate::Faults{});
+  auto files = std::make_shared<tidegate::FileSet>(std::vector<std::string>{file.path}, reader, false);
+  Loader loader(files, memory.addresses, kBlobBytes, {2, 4096, false});
+  for (int round = 0; round < 200; ++round) {
+    loader.load(0, file.request(round % kBlobs, round % 2 == 0));
+    if (round % 3 == 0) loader.cancel(0);  // often before anybody woke up for it
+    else loader.wait_ready(0);
+    for (int i = 0; i < 1'000'000 && tidegate::g_cores_wanted.load() != 0; ++i) std::this_thread::yield();
+    check(tidegate::g_cores_wanted.load() == 0, "asleep, no core is wanted");
+  }
 }
 
 void failures_reach_every_waiter() {
@@ -135,6 +153,7 @@ void failures_reach_every_waiter() {
 
 int main() {
   for (int num_threads : {1, 2, 8}) steps_with_wrong_guesses(num_threads, 400);
+  asks_for_a_core_only_while_there_are_loads();
   failures_reach_every_waiter();
   std::puts("loader: ok");
 }

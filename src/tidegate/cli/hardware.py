@@ -91,6 +91,12 @@ def _lines(machine: Machine) -> list[str]:
             f"{_gb(disk.bytes_per_s)} when queued, {_gb(disk.beside_bytes_per_s)} beside computation"
         )
     lines.append(f"beside loads the kernels run at {machine.beside_loads_ratio:.0%}")
+    book = machine.bookkeeping
+    lines.append(
+        f"an idle loader needs {format_seconds(book.wake_s)} to wake up and {format_seconds(book.rouse_s)} to be told; asking "
+        f"for a load takes {format_seconds(book.miss_s)}, {format_seconds(book.ahead_s)} ahead of its need; a guess takes "
+        f"{format_seconds(book.gate_s)}"
+    )
     lines.append(
         f"a layer costs {format_seconds(machine.layer_s)} beside its weights, {format_seconds(machine.row_s)} more for each "
         f"further sequence; the process takes "

@@ -139,7 +139,7 @@ def _profile(
     return Profile(
         expert_bytes, bandwidth, expert_bytes / machine.decode_bytes_per_s(Format.parse(kind), experts=True),
         **{"dense_s": 300e-6, "token_s": 1e-3, "predict_s": 20e-6, **given},
-        latency_s=max(0.0, machine.load_s(expert_bytes) - expert_bytes / bandwidth),
+        wake_s=machine.bookkeeping.wake_s, first_read_s=machine.first_read_s(expert_bytes),
     )  # fmt: skip
 
 

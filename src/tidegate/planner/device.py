@@ -133,7 +133,7 @@ def _forecast(
         memory={machine.threads: rates.vram_bytes_per_s},
         dense=_kernels(rates),
         experts=_kernels(rates),
-        disk=(DiskRate(blob, latency_s, rate, rate),),
+        disk=(DiskRate(blob, latency_s, latency_s - COPY_S, rate, rate),),
         layer_s=LAYER_S,
         row_s=0.0,
         beside_loads_ratio=1.0,

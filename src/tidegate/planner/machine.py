@@ -26,13 +26,27 @@ Rates = Mapping[int, float]  # tokens -> packed bytes of weights a second
 
 @dataclass(frozen=True)
 class DiskRate:
-    """Direct reads of ``block_bytes`` by the loader: seconds of one alone, bytes a second of each further one behind it while the
-    compute threads wait, and while they compute (``beside_bytes_per_s``)."""
+    """Direct reads of ``block_bytes`` by the loader: seconds of one alone, of which ``read_s`` are the read itself; bytes a
+    second of those that queue while the compute threads wait, and while they compute (``beside_bytes_per_s``)."""
 
     block_bytes: int
     latency_s: float
+    read_s: float
     bytes_per_s: float
     beside_bytes_per_s: float
+
+
+@dataclass(frozen=True)
+class Bookkeeping:
+    """Seconds that the computing thread spends: ``miss_s`` on a load on demand, ``ahead_s`` on one ahead, ``rouse_s`` more on
+    either if the loader was idle; ``gate_s`` on asking a gate what it would choose, beside its weights, and on what follows.
+    ``wake_s``: from a load that finds the loader idle to its read."""
+
+    wake_s: float
+    miss_s: float
+    ahead_s: float
+    rouse_s: float
+    gate_s: float
 
 
 @dataclass(frozen=True)
@@ -41,7 +55,8 @@ class Machine:
     format and by how many tokens each of them serves (a matrix; 8 experts of a layer). ``isas``: int4 matrices at one token, by
     instruction set. ``layer_s``: what a layer costs beside its weights, ``row_s``: for each further sequence of a step.
     ``beside_loads_ratio``: speed of the kernels while experts arrive, of that alone. ``busy_ratio``: the share of the processors
-    that others took meanwhile. ``cuda``: the first device, if there is one."""
+    that others took meanwhile. ``cached_ratio``: speed of the kernels on weights that the last cache of ``cache_bytes`` holds, of
+    that on weights in memory. ``cuda``: the first device, if there is one."""
 
     fingerprint: str
     threads: int
@@ -52,10 +67,13 @@ class Machine:
     layer_s: float
     row_s: float
     disk: tuple[DiskRate, ...]
+    bookkeeping: Bookkeeping
     beside_loads_ratio: float = 1.0
     runtime_bytes: int = RUNTIME_BYTES
     busy_ratio: float = 0.0
     is_measured: bool = True
+    cache_bytes: int = 0
+    cached_ratio: float = 1.0
     cuda: CudaRates | None = None
 
     def memory_bytes_per_s(self, threads: int) -> float:
@@ -79,8 +97,18 @@ class Machine:
         first, second = self._around(nbytes)
         if second is first:
             return first.latency_s * max(1.0, nbytes / first.block_bytes)
-        share = (nbytes - first.block_bytes) / (second.block_bytes - first.block_bytes)
-        return first.latency_s + share * (second.latency_s - first.latency_s)
+        return first.latency_s + self._share(nbytes) * (second.latency_s - first.latency_s)
+
+    def first_read_s(self, nbytes: int) -> float:
+        """What reading a block that is alone takes longer than reading one that was queued."""
+        first, second = self._around(nbytes)
+        read_s = first.read_s + self._share(nbytes) * (second.read_s - first.read_s)
+        return max(0.0, read_s - nbytes / self.disk_bytes_per_s(nbytes))
+
+    def _share(self, nbytes: int) -> float:
+        """Where a size is between the two that were measured around it."""
+        first, second = self._around(nbytes)
+        return (nbytes - first.block_bytes) / max(1, second.block_bytes - first.block_bytes)
 
     def disk_bytes_per_s(self, nbytes: int) -> float:
         """Many blocks of that size, queued, while nobody computes."""
@@ -96,8 +124,7 @@ class Machine:
         first_s, second_s = (rate.block_bytes / bytes_per_s(rate) for rate in (first, second))
         if second is first:
             return nbytes / (first_s * max(1.0, nbytes / first.block_bytes))
-        share = (nbytes - first.block_bytes) / (second.block_bytes - first.block_bytes)
-        return nbytes / (first_s + share * (second_s - first_s))
+        return nbytes / (first_s + self._share(nbytes) * (second_s - first_s))
 
     def _around(self, nbytes: int) -> tuple[DiskRate, DiskRate]:
         at = bisect_left([rate.block_bytes for rate in self.disk], nbytes)
@@ -120,8 +147,14 @@ class Machine:
         if disk_bytes_per_s:
             factor = disk_bytes_per_s / max(rate.bytes_per_s for rate in self.disk)
             faster = (
-                DiskRate(r.block_bytes, r.latency_s / factor, r.bytes_per_s * factor, r.beside_bytes_per_s * factor)
-                for r in self.disk
+                DiskRate(
+                    rate.block_bytes,
+                    rate.latency_s / factor,
+                    rate.read_s / factor,
+                    rate.bytes_per_s * factor,
+                    rate.beside_bytes_per_s * factor,
+                )
+                for rate in self.disk
             )
             out = replace(out, disk=tuple(faster))
         return out
@@ -134,7 +167,16 @@ class Machine:
         disk = tuple(DiskRate(**rate) for rate in data["disk"])
         kernels = {kind: {fmt: _by_number(rates) for fmt, rates in data[kind].items()} for kind in ("dense", "experts")}
         cuda = CudaRates(**data["cuda"]) if data.get("cuda") else None
-        return Machine(**{**data, **kernels, "cuda": cuda, "memory": _by_number(data["memory"]), "disk": disk})
+        return Machine(
+            **{
+                **data,
+                **kernels,
+                "cuda": cuda,
+                "memory": _by_number(data["memory"]),
+                "disk": disk,
+                "bookkeeping": Bookkeeping(**data["bookkeeping"]),
+            }
+        )
 
 
 def assumed_machine(threads: int) -> Machine:
@@ -152,8 +194,12 @@ def assumed_machine(threads: int) -> Machine:
         kind: {count: min(share * memory[threads], macs_per_s * bits / 8 / count) for count in TOKENS}
         for kind, (share, bits) in kinds.items()
     }
-    disk = tuple(DiskRate(size, 80e-6 + size / 2e9, 2e9, 2e9) for size in (1 << 16, 1 << 18, 1 << 20, 1 << 22))
-    return Machine("", threads, memory, rates, rates, {}, 120e-6, 20e-6, disk, is_measured=False)
+    disk = tuple(
+        DiskRate(size, 80e-6 + size / 2e9, 50e-6 + size / 2e9, 2e9, 2e9)
+        for size in (1 << 16, 1 << 18, 1 << 20, 1 << 22)
+    )
+    bookkeeping = Bookkeeping(wake_s=30e-6, miss_s=10e-6, ahead_s=10e-6, rouse_s=20e-6, gate_s=15e-6)
+    return Machine("", threads, memory, rates, rates, {}, 120e-6, 20e-6, disk, bookkeeping, is_measured=False)
 
 
 def fingerprint() -> str:

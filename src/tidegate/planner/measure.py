@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import subprocess
 import sys
@@ -18,13 +17,15 @@ from tidegate.memory.arena import Arena
 from tidegate.memory.ledger import Ledger
 from tidegate.planner.machine import TOKENS, Machine, Rates, fingerprint
 from tidegate.planner.measure_disk import measure_disk
-from tidegate.planner.measure_kernels import Kernels
+from tidegate.planner.measure_engine import EngineCosts, parse
+from tidegate.planner.measure_kernels import MATRIX_BYTES, Kernels
 from tidegate.planner.tiny_store import write_tiny_store
 from tidegate.quant.formats import Format
 
 FORMATS = ("int4-g32", "int8-g32", "mxfp4-g32", "bf16", "f32")
 EXPERT_FORMATS = ("int4-g32", "int8-g32", "mxfp4-g32", "bf16")
 MEMORY_BYTES, WORKSPACE_BYTES = 512 << 20, 64 << 20
+_CACHED_FORMAT = "int8-g32"
 _FILL = 0x33  # a byte that makes every format's scales and floats ordinary numbers
 
 
@@ -46,11 +47,14 @@ def measure_machine(path: Path, threads: int) -> Machine:
             name: Kernels(weights, _core.Compute(threads, workspace, name)).dense(int4, 1)
             for name in _core.available_isas()
         }
+        cache_bytes = last_cache_bytes()
+        cached_ratio = _cached_ratio(weights, workspace, threads, cache_bytes, dense[_CACHED_FORMAT][1])
         disk, beside_loads = measure_disk(path, kernels)
-    layer_s, row_s, runtime_bytes = _engine_overhead(threads)
+    costs = _engine_costs(threads)
     busy = round(others.ratio(), 3)
     return Machine(
-        fingerprint(), threads, bandwidth, dense, experts, isas, layer_s, row_s, disk, beside_loads, runtime_bytes, busy
+        fingerprint(), threads, bandwidth, dense, experts, isas, costs.layer_s, costs.row_s, disk, costs.bookkeeping,
+        beside_loads, costs.runtime_bytes, busy, cache_bytes=cache_bytes, cached_ratio=cached_ratio,
     )  # fmt: skip
 
 
@@ -59,41 +63,40 @@ def _rates(kernels: Kernels, name: str, *, experts: bool) -> Rates:
     return {tokens: measure(Format.parse(name), tokens) for tokens in TOKENS}
 
 
+def last_cache_bytes() -> int:
+    """The largest cache of the first processor; 0 if the kernel does not say."""
+    sizes = [path.read_text().strip() for path in Path("/sys/devices/system/cpu/cpu0/cache").glob("index*/size")]
+    return max((int(size[:-1]) << 10 for size in sizes if size.endswith("K")), default=0)
+
+
+def _cached_ratio(
+    weights: ByteArray, workspace: ByteArray, threads: int, cache_bytes: int, bytes_per_s: float
+) -> float:
+    """See Machine; 1 where two matrices do not fit half of the cache."""
+    if cache_bytes // 2 <= 2 * MATRIX_BYTES:
+        return 1.0
+    compute = _core.Compute(threads, workspace, _core.available_isas()[0])
+    found = Kernels(weights[: cache_bytes // 2 + 4096], compute).dense(Format.parse(_CACHED_FORMAT), 1)
+    return max(1.0, found / bytes_per_s)
+
+
+# The command line's modules first: they are part of the process that a model is loaded into.
 _CHILD = """
-import json, sys
+import sys
 import tidegate.cli.run
-from tidegate import load
-from tidegate.config import SamplingOptions
-from tidegate.engine.sequence import Sequence
-with load(sys.argv[1], memory="1GiB", context=256, threads=int(sys.argv[2]), sequences=4) as model:
-    engine, sampling = model.runtime.engine, SamplingOptions(ignore_eos=True)
-    def step_s(count):
-        running = [Sequence(n + 1, [1, 2, 3], 100, sampling) for n in range(count)]
-        for sequence in running:
-            engine.scheduler.add(sequence)
-        engine.step()
-        tokens, seconds = engine.times.decode_tokens, engine.times.decode_s
-        while any(sequence.finish_reason is None for sequence in running):
-            engine.step()
-        return (engine.times.decode_s - seconds) / (engine.times.decode_tokens - tokens) * count
-    step_s(1)
-    one_s, four_s = step_s(1), step_s(4)
-    layers = model.runtime.config.num_layers
-    print(json.dumps([one_s / layers, max(0.0, four_s - one_s) / 3 / layers, model.plan.needs.runtime_bytes]))
+from tidegate.planner.measure_engine import main
+main(sys.argv[1], int(sys.argv[2]))
 """
 
 
-def _engine_overhead(threads: int) -> tuple[float, float, int]:
-    """Of a model whose weights are next to nothing: seconds a layer, seconds a layer for each further sequence, and bytes of
-    the process before the arena."""
+def _engine_costs(threads: int) -> EngineCosts:
     with TemporaryDirectory(prefix="tidegate-hardware-") as folder:
         store = write_tiny_store(Path(folder) / "store")
         command = [sys.executable, "-c", _CHILD, str(store), str(threads)]
         done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode:
-        raise TidegateError(f"the probe of a layer's overhead failed: {done.stderr.strip().splitlines()[-1:]}")
-    layer_s, row_s, runtime_bytes = json.loads(done.stdout.splitlines()[-1])
-    return float(layer_s), float(row_s), int(runtime_bytes)
+        raise TidegateError(f"the probe of the engine's overhead failed: {done.stderr.strip().splitlines()[-1:]}")
+    return parse(done.stdout.splitlines()[-1])
 
 
 @contextmanager

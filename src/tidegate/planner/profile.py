@@ -5,6 +5,7 @@ from __future__ import annotations
 from tidegate.config import EngineOptions
 from tidegate.engine.needs import PackedModel, needs_of, sizes_of
 from tidegate.errors import UsageError
+from tidegate.experts.gates_file import GATES_FORMAT
 from tidegate.plan import make_plan
 from tidegate.planner.card import expected_process
 from tidegate.planner.machine import Machine
@@ -20,23 +21,25 @@ def simulated_profile(model: PackedModel, options: EngineOptions, machine: Machi
         raise UsageError("--model: this model has no experts, so there is nothing to simulate")
     needs = needs_of(model, options, expected_process(machine, config.vocab_size), threads)
     plan = make_plan(needs.largest_useful_bytes, needs)
-    step = StepClock(model, plan, sizes_of(config, options), machine, threads, prefetch=False).decode(1.0, None)
+    clock = StepClock(model, plan, sizes_of(config, options), machine, threads, prefetch=False)
+    step = clock.decode(1.0, None)
     head = model.dense["embed" if config.tied_embeddings else "head"]
-    head_s = head.nbytes / machine.decode_bytes_per_s(head.fmt)
+    head_s = head.nbytes / clock.bytes_per_s(head.fmt, 1)
     layers, nbytes = config.num_moe_layers, needs.slot_bytes
     bandwidth = machine.disk_bytes_per_s(nbytes)
-    gate_bytes = 4 * moe.num_experts * config.hidden_size
+    gate_bytes = GATES_FORMAT.packed_bytes(moe.num_experts, config.hidden_size)
     return Profile(
         nbytes,
         bandwidth,
         expert_s=step.experts_s / (layers * moe.num_experts_per_tok),
         dense_s=max(0.0, step.weights_s - head_s + step.kv_s + step.overhead_s) / layers,
         token_s=head_s,
-        latency_s=max(0.0, machine.load_s(nbytes) - nbytes / bandwidth),
+        wake_s=machine.bookkeeping.wake_s,
+        first_read_s=machine.first_read_s(nbytes),
+        rouse_s=machine.bookkeeping.rouse_s,
+        miss_s=machine.bookkeeping.miss_s,
+        ahead_s=machine.bookkeeping.ahead_s,
         load_beside_ratio=machine.beside_bytes_per_s(nbytes) / bandwidth,
         compute_beside_ratio=machine.beside_loads_ratio,
-        predict_s=_GATE_SHARE * machine.layer_s + gate_bytes / machine.decode_bytes_per_s(None),
+        predict_s=machine.bookkeeping.gate_s + gate_bytes / clock.bytes_per_s(GATES_FORMAT, 1),
     )
-
-
-_GATE_SHARE = 0.1  # of what a layer costs beside its weights: two calls of some twenty

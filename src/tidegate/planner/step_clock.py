@@ -21,6 +21,7 @@ from tidegate.quant.layout import ExpertLayout
 # Of the time that prefetch could hide (loads during other layers), the share that it does hide; docs/planner.md.
 _HIDDEN_BY_PREFETCH = 0.25
 _MOST_SPREAD = 64
+_CACHE_SHARE, _FEW_TOKENS = 0.7, 4  # of the last cache; others need some of it
 _Segment = tuple[int, int]  # of a prompt: tokens, and the position they end at
 
 
@@ -59,6 +60,8 @@ class StepClock:
         self._model, self._plan, self._sizes, self._machine = model, plan, sizes, machine
         self._memory = machine.memory_bytes_per_s(threads)
         self._scale = min(1.0, self._memory / machine.memory_bytes_per_s(machine.threads))
+        held_bytes = plan.slots_bytes + sum(entry.nbytes for entry in model.dense.values())
+        self._cached = machine.cached_ratio if held_bytes <= _CACHE_SHARE * machine.cache_bytes else 1.0
         self._prefetches = prefetch and plan.resident_ratio < 1 and sizes.sequences <= MOST_ROWS
         self._chunks_s: dict[tuple[int, int, int], float] = {}
         self.load_s = machine.load_s(plan.needs.slot_bytes) if model.layouts else 0.0
@@ -80,7 +83,7 @@ class StepClock:
     def decode(self, hit_rate: float, distinct: float | None) -> StepTimes:
         """One token of every sequence, at half the context. ``distinct`` experts a layer; None: by chance."""
         model, batch, moe = self._model, self._sizes.sequences, self._model.config.moe
-        kv_s = batch * self._sizes.context_tokens / 2 * self._sizes.kv.token_bytes / self._memory
+        kv_s = batch * self._sizes.context_tokens / 2 * self._sizes.kv.token_bytes / (self._memory * self._cached)
         experts_s = wait_s = loads_s = 0.0
         for (slots, layout), count in Counter(zip(self._plan.slots, model.layouts, strict=True)).items():
             assert moe is not None
@@ -119,20 +122,23 @@ class StepClock:
             if entry.name != "embed" or self._model.config.tied_embeddings:
                 rows = logit_rows if entry.name in ("embed", "head") else tokens
                 sizes[rows, entry.fmt] = sizes.get((rows, entry.fmt), 0) + entry.nbytes
-        rate = self._machine.decode_bytes_per_s
-        return sum(nbytes / (rate(fmt, tokens=rows) * self._scale) for (rows, fmt), nbytes in sizes.items())
+        return sum(nbytes / self.bytes_per_s(fmt, rows) for (rows, fmt), nbytes in sizes.items())
+
+    def bytes_per_s(self, fmt: Format | None, tokens: float, *, experts: bool = False) -> float:
+        """Of weights that serve so many tokens. Those that are in a cache are read faster; many tokens are arithmetic."""
+        found = self._machine.decode_bytes_per_s(fmt, experts=experts, tokens=max(1.0, tokens)) * self._scale
+        return found * (self._cached if tokens <= _FEW_TOKENS else 1.0)
 
     def _expert_s(self, layout: ExpertLayout, tokens: float) -> float:
         """One expert on ``tokens`` of its own."""
-        rate = self._machine.decode_bytes_per_s(layout.fmt, experts=True, tokens=max(1.0, tokens))
-        return layout.blob_bytes / (rate * self._scale)
+        return layout.blob_bytes / self.bytes_per_s(layout.fmt, tokens, experts=True)
 
     def _guesses_s(self, num_experts: int, hidden: int) -> float:
         """The gates that guess, for prefetch."""
         if not self._prefetches:
             return 0.0
-        rate = self._machine.decode_bytes_per_s(GATES_FORMAT, tokens=self._sizes.sequences) * self._scale
-        return DISTANCES * GATES_FORMAT.packed_bytes(num_experts, hidden) / rate
+        packed_bytes = GATES_FORMAT.packed_bytes(num_experts, hidden)
+        return DISTANCES * packed_bytes / self.bytes_per_s(GATES_FORMAT, self._sizes.sequences)
 
     def _layer_s(
         self, distinct: float, expert_s: float, guesses_s: float, hit_rate: float, blob_bytes: int, slots: int

@@ -22,14 +22,21 @@ class _Speculation:
 
 
 class ClockLoader(Loader):
-    """``now_s`` is set by whoever simulates, and only ever grows. A load that finds the channel
-    idle pays ``latency_s``; one that waits in the queue is ready to go when its turn comes."""
+    """``now_s`` is set by whoever simulates, and only ever grows.
+
+    If a load finds the channel idle, reading begins ``wake_s`` later, the channel is not busy until then, and the read takes
+    ``first_read_s`` longer than one that waits in the queue, which begins as soon as its turn comes. Whoever asks for a load
+    spends ``miss_s`` on it, ``ahead_s`` on one that is not needed yet, and ``rouse_s`` more to wake the channel.
+    """
 
     def __init__(
-        self, num_slots: int, expert_bytes: int, bandwidth_bytes_per_s: float, latency_s: float = 0.0, *,
+        self, num_slots: int, expert_bytes: int, bandwidth_bytes_per_s: float, wake_s: float = 0.0, *,
+        first_read_s: float = 0.0, rouse_s: float = 0.0, miss_s: float = 0.0, ahead_s: float = 0.0,
         load_beside_ratio: float = 1.0, compute_beside_ratio: float = 1.0,
     ) -> None:  # fmt: skip
         self.now_s = 0.0
+        self._wake_s, self._first_read_s = wake_s, first_read_s
+        self._rouse_s, self._miss_s, self._ahead_s = rouse_s, miss_s, ahead_s
         self._load_speed, self._compute_speed = load_beside_ratio, compute_beside_ratio
         self._slow_each_other = load_beside_ratio != 1.0 or compute_beside_ratio != 1.0
         self._loading: list[int] = []  # on demand, kept only where they are slowed
@@ -38,15 +45,20 @@ class ClockLoader(Loader):
         self._asked_s = (0.0, 0.0)  # busy, now
         self._ready_s = [0.0] * num_slots
         self._free_s = 0.0
-        self._expert_bytes, self._bandwidth, self._latency_s = expert_bytes, bandwidth_bytes_per_s, latency_s
+        self._last_read_s = self._longer_s = 0.0
+        self._expert_bytes, self._bandwidth = expert_bytes, bandwidth_bytes_per_s
         self._queue: deque[_Speculation] = deque()
 
     def load(self, key: ExpertKey, slot: int, *, demand: bool) -> None:
+        self._catch_up()
+        if is_idle := not self._queue and self._free_s <= self.now_s:
+            self._free_s, self._last_read_s, self._longer_s = self.now_s + self._wake_s, 0.0, self._first_read_s
         if demand:
             self._serve(slot, self._expert_bytes)
         else:
             self._ready_s[slot] = _NEVER
             self._queue.append(_Speculation(slot, self.now_s, self._expert_bytes))
+        self.now_s += (self._miss_s if demand else self._ahead_s) + self._rouse_s * is_idle
 
     def cancel(self, slot: int) -> bool:
         """A chunk that is under way still keeps the channel, as in the native loader."""
@@ -93,9 +105,10 @@ class ClockLoader(Loader):
         return self.now_s + min(left_s / self._load_speed, left_s + both_s * (1 - self._load_speed))
 
     def busy_ratio(self) -> float:
-        """How much of the time since the last call the channel was busy, 0 to 1."""
+        """How much of the time since the last call went into reads, 0 to 1. As in the native loader a read counts when it has
+        ended, and between steps there is one at most that has not."""
         self._catch_up()
-        busy_s = self.busy_s - max(0.0, self._free_s - self.now_s)
+        busy_s = self.busy_s - (self._last_read_s if self._free_s > self.now_s else 0.0)
         before_s, self._asked_s = self._asked_s, (busy_s, self.now_s)
         elapsed_s = self.now_s - before_s[1]
         return min(1.0, (busy_s - before_s[0]) / elapsed_s) if elapsed_s > 0 else 0.0
@@ -105,17 +118,18 @@ class ClockLoader(Loader):
         return self._ready_s[slot]
 
     def _serve(self, slot: int, nbytes: int) -> None:
-        if self._queue:
-            self._catch_up()
-        duration_s, start_s = nbytes / self._bandwidth, self._free_s
-        if start_s <= self.now_s:
-            start_s = self.now_s
-            duration_s += self._latency_s if nbytes == self._expert_bytes else 0.0
-        self._free_s = self._ready_s[slot] = start_s + duration_s
+        read_s = self._read_s(nbytes, self._bandwidth)
+        self._free_s = self._ready_s[slot] = max(self._free_s, self.now_s) + read_s
         if self._slow_each_other:
             self._loading.append(slot)
-        self.busy_s += duration_s
         self.demand_bytes += nbytes
+
+    def _read_s(self, nbytes: int, bytes_per_s: float) -> float:
+        """The channel is busy for so long with the read that comes next."""
+        read_s = self._last_read_s = self._longer_s + nbytes / bytes_per_s
+        self._longer_s = 0.0
+        self.busy_s += read_s
+        return read_s
 
     def _catch_up(self) -> None:
         """Speculative chunks that began before now."""
@@ -125,10 +139,7 @@ class ClockLoader(Loader):
             if start_s >= self.now_s:
                 return
             nbytes = min(CHUNK_BYTES, job.left_bytes)
-            was_idle = self._free_s <= job.queued_s and job.left_bytes == self._expert_bytes
-            duration_s = nbytes / (self._bandwidth * self._load_speed) + (self._latency_s if was_idle else 0.0)
-            self._free_s = start_s + duration_s
-            self.busy_s += duration_s
+            self._free_s = start_s + self._read_s(nbytes, self._bandwidth * self._load_speed)
             self.speculative_bytes += nbytes
             job.left_bytes -= nbytes
             if not job.left_bytes:

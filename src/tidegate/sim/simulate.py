@@ -23,7 +23,8 @@ from tidegate.sim.replay import Step
 class Profile:
     """A machine and a model in seconds and bytes. ``dense_s``: everything of a layer but its routed experts; ``expert_s``: one
     expert's computation, once a step however many rows use it (decoding reads its weights once); ``token_s``: embedding,
-    logits and sampling of a step; ``predict_s``: one call of a predictor, or one gate asked. ``..._beside_ratio``: speed of
+    logits and sampling of a step; ``predict_s``: one call of a predictor, or one gate asked. ``wake_s``, ``first_read_s``,
+    ``rouse_s``, ``miss_s``, ``ahead_s``: see ClockLoader. ``..._beside_ratio``: speed of
     loads and of computation while both go on, of that alone."""
 
     expert_bytes: int
@@ -31,7 +32,11 @@ class Profile:
     expert_s: float
     dense_s: float
     token_s: float = 0.0
-    latency_s: float = 0.0
+    wake_s: float = 0.0
+    first_read_s: float = 0.0
+    rouse_s: float = 0.0
+    miss_s: float = 0.0
+    ahead_s: float = 0.0
     predict_s: float = 0.0
     load_beside_ratio: float = 1.0
     compute_beside_ratio: float = 1.0
@@ -44,7 +49,7 @@ class Profile:
 
     @property
     def load_s(self) -> float:
-        return self.latency_s + self.expert_bytes / self.bandwidth_bytes_per_s
+        return self.wake_s + self.first_read_s + self.expert_bytes / self.bandwidth_bytes_per_s
 
     def load_ratio(self, num_experts_per_tok: int) -> float:
         """R: time to load one expert / time to compute one layer of one token."""
@@ -96,7 +101,8 @@ def simulate(
     empty at first. Without a predictor there are demand loads only; Gates are the guesses of the trace. Without ``prefetch``
     it works as the engine's."""
     loader = ClockLoader(
-        sum(capacities), profile.expert_bytes, profile.bandwidth_bytes_per_s, profile.latency_s,
+        sum(capacities), profile.expert_bytes, profile.bandwidth_bytes_per_s, profile.wake_s,
+        first_read_s=profile.first_read_s, rouse_s=profile.rouse_s, miss_s=profile.miss_s, ahead_s=profile.ahead_s,
         load_beside_ratio=profile.load_beside_ratio, compute_beside_ratio=profile.compute_beside_ratio,
     )  # fmt: skip
     cache = ExpertCache(capacities, num_experts, make_policy, loader, share=share)
