@@ -100,7 +100,7 @@ def measure(name: str, backend: CpuBackend, context: int, chunk: int, dtype: str
     is_latent = name in LATENT_SHAPES
     layout, layers, widths, flop = (latent if is_latent else grouped)(name, dtype)
     pages = aligned(context // layout.page_tokens * layout.page_bytes)
-    pages.view(np.float16 if dtype == "f16" else np.float32)[:] = 0.25
+    pages.view({"f16": np.float16, "int8": np.uint8, "f32": np.float32}[dtype])[:] = 1 if dtype == "int8" else 0.25
     backend.bind_kv(layout, pages)
 
     def forward(first: int, count: int, used: list[AttentionWeights]) -> float:
@@ -134,7 +134,7 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--context", type=int, default=4096)
     parser.add_argument("--chunk", type=int, default=512)
-    parser.add_argument("--dtype", choices=["f16", "f32"], default="f16")
+    parser.add_argument("--dtype", choices=["f16", "int8", "f32"], default="f16")
     parser.add_argument("--isa", choices=_core.available_isas())
     options = parser.parse_args()
     backend = CpuBackend(options.threads, aligned(1 << 28), options.isa)

@@ -1,6 +1,7 @@
 #include "attention.h"
 
 #include <algorithm>
+#include <cmath>
 #include <cstring>
 #include <stdexcept>
 #include <string>
@@ -16,11 +17,11 @@ void clip(float* x, std::int64_t n, float limit) {
   for (std::int64_t i = 0; i < n; ++i) x[i] = std::clamp(x[i], -limit, limit);
 }
 
-// What a thread needs for one token: its normed and rotated keys, and one head as float16.
+// What a thread needs for one token: its normed and rotated keys, one head, and what is stored of it.
 struct TokenScratch {
   float* projection;
   float* head;
-  std::uint16_t* half;
+  std::uint8_t* stored;
 };
 
 class Writer {
@@ -47,7 +48,7 @@ class Writer {
       write_keys(t, h, scratch);
       std::memcpy(scratch.head, v + h * a_.v_head_dim, static_cast<std::size_t>(a_.v_head_dim) * sizeof(float));
       if (a_.clip > 0.0f) clip(scratch.head, a_.v_head_dim, a_.clip);
-      write_values(t, h, scratch.head);
+      write_values(t, h, scratch);
     }
   }
 
@@ -67,29 +68,29 @@ class Writer {
     if (a_.rope != nullptr) kernels_.rotate(y, a_.rope->cos(t), a_.rope->sin(t), a_.rope->dims(), a_.rope->interleaved());
   }
 
+  // Number d of a position is at d * kPageTokens.
   template <class T>
-  static void scatter(const T* from, T* to, int n) {
-    for (int d = 0; d < n; ++d) to[static_cast<std::int64_t>(d) * kPageTokens] = from[d];
+  static void scatter(const std::uint8_t* from, std::uint8_t* to, std::int64_t slot, int n) {
+    for (int d = 0; d < n; ++d)
+      reinterpret_cast<T*>(to)[static_cast<std::int64_t>(d) * kPageTokens + slot] = reinterpret_cast<const T*>(from)[d];
   }
 
   void write_keys(std::int64_t t, int head, const TokenScratch& s) const {
     const std::int64_t slot = step_.position(t) % kPageTokens;
     std::uint8_t* const keys = kv_.keys(step_.page_of(t), a_.layer, head);
-    if (kv_.is_half()) {
-      kernels_.to_half(s.head, s.half, a_.head_dim);
-      scatter(s.half, reinterpret_cast<std::uint16_t*>(keys) + slot, a_.head_dim);
-    } else {
-      scatter(s.head, reinterpret_cast<float*>(keys) + slot, a_.head_dim);
+    store_kv(kernels_, kv_, s.head, a_.head_dim, s.stored, keys, slot);
+    switch (kv_.format()) {
+      case KvFormat::f32: return scatter<float>(s.stored, keys, slot, a_.head_dim);
+      case KvFormat::f16: return scatter<std::uint16_t>(s.stored, keys, slot, a_.head_dim);
+      case KvFormat::int8: return scatter<std::int8_t>(s.stored, keys, slot, a_.head_dim);
     }
   }
 
-  void write_values(std::int64_t t, int head, const float* from) const {
-    const std::int64_t at = step_.position(t) % kPageTokens * a_.v_head_dim;
+  void write_values(std::int64_t t, int head, const TokenScratch& s) const {
+    const std::int64_t slot = step_.position(t) % kPageTokens;
     std::uint8_t* const values = kv_.values(step_.page_of(t), a_.layer, head);
-    if (kv_.is_half())
-      kernels_.to_half(from, reinterpret_cast<std::uint16_t*>(values) + at, a_.v_head_dim);
-    else
-      std::memcpy(reinterpret_cast<float*>(values) + at, from, static_cast<std::size_t>(a_.v_head_dim) * sizeof(float));
+    std::uint8_t* const to = values + static_cast<std::size_t>(slot * a_.v_head_dim) * kv_.element_bytes();
+    store_kv(kernels_, kv_, s.head, a_.v_head_dim, to, values, slot);
   }
 
   const FloatKernels& kernels_;
@@ -106,7 +107,31 @@ void check_input(const KvPages& kv, const Step& step, const GroupedAttention& a,
                           static_cast<std::int64_t>(a.num_kv_heads) * a.v_head_dim, "qkv has another width");
 }
 
+// Codes of -127 to 127, the nearest; returns their scale.
+float to_int8(const float* x, std::int8_t* y, int n) {
+  float largest = 0.0f;
+  for (int i = 0; i < n; ++i) largest = std::max(largest, std::fabs(x[i]));
+  const float inverse = largest > 0.0f ? 127.0f / largest : 0.0f;
+  for (int i = 0; i < n; ++i) {
+    const float code = std::nearbyint(x[i] * inverse);
+    y[i] = static_cast<std::int8_t>(code >= -127.0f ? std::min(code, 127.0f) : -127.0f);
+  }
+  return largest / 127.0f;
+}
+
 }  // namespace
+
+void store_kv(const FloatKernels& kernels, const KvPages& kv, const float* x, int dim, std::uint8_t* to, std::uint8_t* area,
+              std::int64_t slot) {
+  switch (kv.format()) {
+    case KvFormat::f32: std::memcpy(to, x, static_cast<std::size_t>(dim) * sizeof(float)); return;
+    case KvFormat::f16: kernels.to_half(x, reinterpret_cast<std::uint16_t*>(to), dim); return;
+    case KvFormat::int8: {
+      float* const scales = reinterpret_cast<float*>(area + static_cast<std::size_t>(dim) * kPageTokens);
+      scales[slot] = to_int8(x, reinterpret_cast<std::int8_t*>(to), dim);
+    }
+  }
+}
 
 void check_layer(const GroupedAttention& a) {
   require(a.num_heads > 0 && a.num_kv_heads > 0 && a.num_heads % a.num_kv_heads == 0, "heads are not whole groups");
@@ -133,7 +158,7 @@ Matrix attend(Compute& compute, const KvPages& kv, const Step& step, const Group
   const Writer writer(float_kernels(compute.isa), kv, step, layer);
   compute.pool.parallel_for(tokens, 4, [&](std::int64_t begin, std::int64_t end, int thread) {
     float* const head = heads.row(thread);
-    const TokenScratch own{projections.row(thread), head, reinterpret_cast<std::uint16_t*>(head + head_width)};
+    const TokenScratch own{projections.row(thread), head, reinterpret_cast<std::uint8_t*>(head + head_width)};
     for (std::int64_t t = begin; t < end; ++t) writer.write(t, qkv.row(t), q_rows, own);
   });
   const int group = layer.num_heads / layer.num_kv_heads;

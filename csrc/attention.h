@@ -43,6 +43,11 @@ void check_layer(const GroupedAttention& layer);
 // Throws std::invalid_argument on a qkv or a cache of another shape.
 Matrix attend(Compute& compute, const KvPages& kv, const Step& step, const GroupedAttention& layer, const Matrix& qkv);
 
+// One head's keys or values of a position to `to`, as the cache keeps them; the scale of int8 to its place in `area`, the head's
+// part of the page, of which the position is number `slot`.
+void store_kv(const FloatKernels& kernels, const KvPages& kv, const float* x, int dim, std::uint8_t* to, std::uint8_t* area,
+              std::int64_t slot);
+
 // The part that grouped and latent attention share: scaled and rotated queries of some of the step's tokens against what is
 // cached, the step's own keys included.
 struct Queries {

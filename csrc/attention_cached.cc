@@ -112,7 +112,7 @@ void Cached::attend_run(const RowBlock& block, int head, std::int64_t run, const
   args.num_rows = static_cast<int>(block.num_rows);
   args.k_dim = q_.k_dim;
   args.v_dim = q_.v_dim;
-  args.is_half = kv_.is_half();
+  args.format = kv_.format();
   args.keys_by_token = kv_.keys_by_token();
   args.v_stride = q_.v_stride;
   args.out = carve_partial(scratch, block.num_rows);

@@ -85,8 +85,16 @@ void score_block(const AttendBlock& b, const T* const* pages, int first_page, in
   for (; page < last_page; ++page) score_group<1>(b, pages, page, first_page, last_page);
 }
 
-// Scores become weights; keys out of a row's sight get 0.
+// The scales of a page's int8 codes, which they follow.
+TIDEGATE_INLINE Vec16 scales_of(const void* page, int dim) {
+  return load(reinterpret_cast<const float*>(static_cast<const Int8*>(page) + dim * kLanes));
+}
+
+// Scores become weights; keys out of a row's sight get 0. Scales of int8 keys enter the scores here, those of values the
+// weights, after these have been summed.
+template <class T>
 void softmax_block(const AttendBlock& b, int first_page, int last_page) {
+  constexpr bool kScaled = sizeof(T) == 1;
   const Vec16 minus_infinity = broadcast(-__builtin_inff());
   for (int row = 0; row < b.num_rows; ++row) {
     float* const scores = b.scores + row * kKeyBlock;
@@ -95,11 +103,12 @@ void softmax_block(const AttendBlock& b, int first_page, int last_page) {
     for (int p = first_page; p < last_page; ++p) {
       const int from = first - p * kLanes, to = last - p * kLanes;
       Vec16 s = load(scores + p * kLanes);
-      if (from > 0 || to < kLanes) {
+      if (kScaled) s = s * scales_of(b.k_pages[p], b.k_dim);
+      const bool is_cut = from > 0 || to < kLanes;
+      if (is_cut)
         s = from < kLanes && to > 0 ? keep_lanes(s, from > 0 ? from : 0, to < kLanes ? to : kLanes, minus_infinity)
                                     : minus_infinity;
-        store(scores + p * kLanes, s);
-      }
+      if (kScaled || is_cut) store(scores + p * kLanes, s);
       highest = max(highest, s);
     }
     const float highest_score = max_of(highest);
@@ -109,7 +118,7 @@ void softmax_block(const AttendBlock& b, int first_page, int last_page) {
     Vec16 sums = broadcast(0.0f);
     for (int p = first_page; p < last_page; ++p) {
       const Vec16 weight = exp_of(load(scores + p * kLanes) - offset);
-      store(scores + p * kLanes, weight);
+      store(scores + p * kLanes, kScaled ? weight * scales_of(b.v_pages[p], b.keys_by_token ? b.k_dim : b.v_dim) : weight);
       sums = sums + weight;
     }
     store(b.out.sums + row * kLanes, sums);
@@ -203,7 +212,7 @@ void attend_typed(const AttendBlock& b, int first, int last) {
   } else {
     score_block(b, k_pages, first_page, last_page);
   }
-  softmax_block(b, first_page, last_page);
+  softmax_block<T>(b, first_page, last_page);
   value_block<T>(b, first, last);
 }
 
@@ -215,8 +224,10 @@ void attend_block(const AttendBlock& b) {
     last = last > b.last[row] ? last : b.last[row];
   }
   if (first > last) first = last = 0;  // nobody sees a key: the loops below run over nothing
-  if (b.is_half)
+  if (b.format == KvFormat::f16)
     attend_typed<Half>(b, first, last);
+  else if (b.format == KvFormat::int8)
+    attend_typed<Int8>(b, first, last);
   else
     attend_typed<float>(b, first, last);
 }

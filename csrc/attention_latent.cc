@@ -105,12 +105,9 @@ void write_latent(const FloatKernels& kernels, const KvPages& pages, const Step&
   norm_row(kernels, a.kv_norm, kv, row);
   std::memcpy(row + rank, kv + rank, static_cast<std::size_t>(k_dim - rank) * sizeof(float));
   kernels.rotate(row + rank, a.rope->cos(t), a.rope->sin(t), a.rope->dims(), a.rope->interleaved());
-  std::uint8_t* const to = pages.keys(step.page_of(t), a.layer, 0) +
-                           static_cast<std::size_t>(step.position(t) % kPageTokens * k_dim) * pages.element_bytes();
-  if (pages.is_half())
-    kernels.to_half(row, reinterpret_cast<std::uint16_t*>(to), k_dim);
-  else
-    std::memcpy(to, row, static_cast<std::size_t>(k_dim) * sizeof(float));
+  const std::int64_t slot = step.position(t) % kPageTokens;
+  std::uint8_t* const keys = pages.keys(step.page_of(t), a.layer, 0);
+  store_kv(kernels, pages, row, k_dim, keys + static_cast<std::size_t>(slot * k_dim) * pages.element_bytes(), keys, slot);
 }
 
 void check_input(const KvPages& pages, const Step& step, const LatentAttention& a, const Matrix& q, const Matrix& kv) {

@@ -36,12 +36,20 @@ GroupedAttention::QkNorm parse_qk_norm(const std::string& name) {
   throw std::invalid_argument("no such qk_norm: " + name);
 }
 
+KvFormat parse_kv_format(const std::string& name) {
+  if (name == "f32") return KvFormat::f32;
+  if (name == "f16") return KvFormat::f16;
+  if (name == "int8") return KvFormat::int8;
+  throw std::invalid_argument("no such format of the KV cache: " + name);
+}
+
 // Arrays are borrowed, so none may be converted on the way in: .noconvert() refuses instead, keep_alive holds the rest.
 void bind_grouped(nb::module_& m) {
   nb::class_<KvPages>(m, "KvPages", "KV pages in the layout of backends/base.py.")
-      .def("__init__", [](KvPages* self, const Bytes& memory, int num_layers, int kv_heads, int k_dim, int v_dim, bool is_half) {
-        new (self) KvPages(memory.data(), memory.size(), num_layers, kv_heads, k_dim, v_dim, is_half);
-      }, "memory"_a.noconvert(), "num_layers"_a, "kv_heads"_a, "k_dim"_a, "v_dim"_a, "is_half"_a, nb::keep_alive<1, 2>())
+      .def("__init__", [](KvPages* self, const Bytes& memory, int num_layers, int kv_heads, int k_dim, int v_dim,
+                          const std::string& format) {
+        new (self) KvPages(memory.data(), memory.size(), num_layers, kv_heads, k_dim, v_dim, parse_kv_format(format));
+      }, "memory"_a.noconvert(), "num_layers"_a, "kv_heads"_a, "k_dim"_a, "v_dim"_a, "format"_a, nb::keep_alive<1, 2>())
       .def_prop_ro("num_pages", &KvPages::num_pages);
   m.attr("PAGE_TOKENS") = kPageTokens;
   nb::class_<Step>(m, "Step", "The tokens of a forward pass and the pages of their sequences.")

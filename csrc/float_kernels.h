@@ -7,6 +7,9 @@
 
 namespace tidegate {
 
+// Keys and values in memory. int8: one float32 scale a position and head, behind the codes of a page's area.
+enum class KvFormat { f32, f16, int8 };
+
 constexpr int kPageTokens = 16;  // positions of a KV page, and the lanes of a vector of scores
 // Keys are attended in blocks of this many positions, counted from position 0: each gives a partial result, and those are
 // merged in order. It is a constant because it fixes the order of the float operations of a query.
@@ -31,7 +34,7 @@ struct AttendBlock {
   const void* const* k_pages;  // [kBlockPages]; only those that some row sees are read
   const void* const* v_pages;
   const void* const* next_k_pages;  // [kAheadPages]: keys that are likely to be wanted after this block, only prefetched
-  bool is_half;         // keys and values are float16, not float32
+  KvFormat format;
   bool keys_by_token;   // k_pages are [16][k_dim], not [k_dim][16]
   int v_stride;         // numbers from one position's values to the next's
   float* scores;        // scratch [num_rows][kKeyBlock]

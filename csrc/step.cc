@@ -7,9 +7,9 @@
 
 namespace tidegate {
 
-KvPages::KvPages(std::uint8_t* data, std::size_t bytes, int num_layers, int kv_heads, int k_dim, int v_dim, bool is_half)
-    : data_(data), num_layers_(num_layers), kv_heads_(kv_heads), k_dim_(k_dim), v_dim_(v_dim), is_half_(is_half) {
-  layer_bytes_ = kv_heads_ * (head_numbers(k_dim_) + head_numbers(v_dim_)) * element_bytes();
+KvPages::KvPages(std::uint8_t* data, std::size_t bytes, int num_layers, int kv_heads, int k_dim, int v_dim, KvFormat format)
+    : data_(data), num_layers_(num_layers), kv_heads_(kv_heads), k_dim_(k_dim), v_dim_(v_dim), format_(format) {
+  layer_bytes_ = kv_heads_ * (head_bytes(k_dim_) + head_bytes(v_dim_));
   const std::size_t page_bytes = layer_bytes_ * static_cast<std::size_t>(num_layers_);
   if (page_bytes == 0 || bytes % page_bytes != 0)
     throw std::invalid_argument(std::to_string(bytes) + " bytes of KV cache are not whole pages of " +

@@ -11,27 +11,30 @@ namespace tidegate {
 class KvPages {
  public:
   // Throws std::invalid_argument if bytes is not a whole number of pages of kPageTokens positions.
-  KvPages(std::uint8_t* data, std::size_t bytes, int num_layers, int kv_heads, int k_dim, int v_dim, bool is_half);
+  KvPages(std::uint8_t* data, std::size_t bytes, int num_layers, int kv_heads, int k_dim, int v_dim, KvFormat format);
 
   std::int64_t num_pages() const { return num_pages_; }
   int kv_heads() const { return kv_heads_; }
   int k_dim() const { return k_dim_; }
   int v_dim() const { return v_dim_; }
-  bool is_half() const { return is_half_; }
+  KvFormat format() const { return format_; }
   int num_layers() const { return num_layers_; }
   bool keys_by_token() const { return v_dim_ == 0; }
-  std::size_t element_bytes() const { return is_half_ ? 2 : 4; }
+  std::size_t element_bytes() const { return format_ == KvFormat::f32 ? 4 : format_ == KvFormat::f16 ? 2 : 1; }
   // First key or value of a head in a page's part of a layer.
   std::uint8_t* keys(std::int64_t page, int layer, int head) const {
-    return layer_at(page, layer) + static_cast<std::size_t>(head) * head_numbers(k_dim_) * element_bytes();
+    return layer_at(page, layer) + static_cast<std::size_t>(head) * head_bytes(k_dim_);
   }
   std::uint8_t* values(std::int64_t page, int layer, int head) const {
-    const std::size_t before = kv_heads_ * head_numbers(k_dim_) + static_cast<std::size_t>(head) * head_numbers(v_dim_);
-    return layer_at(page, layer) + before * element_bytes();
+    return layer_at(page, layer) + kv_heads_ * head_bytes(k_dim_) + static_cast<std::size_t>(head) * head_bytes(v_dim_);
   }
 
  private:
-  static std::size_t head_numbers(int dim) { return static_cast<std::size_t>(dim) * kPageTokens; }
+  // A head's keys or values in a page, with the scales of int8.
+  std::size_t head_bytes(int dim) const {
+    const std::size_t scale_bytes = format_ == KvFormat::int8 && dim > 0 ? sizeof(float) : 0;
+    return kPageTokens * (static_cast<std::size_t>(dim) * element_bytes() + scale_bytes);
+  }
   std::uint8_t* layer_at(std::int64_t page, int layer) const {
     return data_ + static_cast<std::size_t>(page * num_layers_ + layer) * layer_bytes_;
   }
@@ -39,7 +42,7 @@ class KvPages {
   std::uint8_t* data_;
   std::int64_t num_pages_;
   int num_layers_, kv_heads_, k_dim_, v_dim_;
-  bool is_half_;
+  KvFormat format_;
   std::size_t layer_bytes_;
 };
 

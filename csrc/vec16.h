@@ -21,6 +21,7 @@ namespace tidegate {
 namespace {
 
 using Half = std::uint16_t;  // the bits of a float16
+using Int8 = std::int8_t;
 constexpr int kLanes = 16;
 constexpr float kHalfMax = 65504.0f;
 
@@ -42,6 +43,12 @@ TIDEGATE_INLINE Vec16 load(const Half* p) {
 TIDEGATE_INLINE Vec16 load_first(const float* p, int n) { return {_mm512_maskz_loadu_ps(first_lanes(n), p)}; }
 TIDEGATE_INLINE Vec16 load_first(const Half* p, int n) {
   return {_mm512_cvtph_ps(_mm256_maskz_loadu_epi16(first_lanes(n), p))};
+}
+TIDEGATE_INLINE Vec16 load(const Int8* p) {
+  return {_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p))))};
+}
+TIDEGATE_INLINE Vec16 load_first(const Int8* p, int n) {
+  return {_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_maskz_loadu_epi8(first_lanes(n), p)))};
 }
 TIDEGATE_INLINE void store(float* p, Vec16 a) { _mm512_storeu_ps(p, a.v); }
 TIDEGATE_INLINE void store_first(float* p, Vec16 a, int n) { _mm512_mask_storeu_ps(p, first_lanes(n), a.v); }
@@ -112,6 +119,15 @@ TIDEGATE_INLINE Vec16 load_first(const float* p, int n) {
 }
 TIDEGATE_INLINE Vec16 load_first(const Half* p, int n) {
   Half all[16] = {};
+  for (int i = 0; i < n; ++i) all[i] = p[i];
+  return load(all);
+}
+TIDEGATE_INLINE Vec16 load(const Int8* p) {
+  const __m128i all = _mm_loadu_si128(reinterpret_cast<const __m128i*>(p));
+  return {_mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(all)), _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_srli_si128(all, 8)))};
+}
+TIDEGATE_INLINE Vec16 load_first(const Int8* p, int n) {
+  Int8 all[16] = {};
   for (int i = 0; i < n; ++i) all[i] = p[i];
   return load(all);
 }
@@ -191,6 +207,8 @@ TIDEGATE_INLINE Vec16 load(const float* p) { TIDEGATE_LANES(p[i]); }
 TIDEGATE_INLINE Vec16 load(const Half* p) { TIDEGATE_LANES(float_from_half(p[i])); }
 TIDEGATE_INLINE Vec16 load_first(const float* p, int n) { TIDEGATE_LANES(i < n ? p[i] : 0.0f); }
 TIDEGATE_INLINE Vec16 load_first(const Half* p, int n) { TIDEGATE_LANES(i < n ? float_from_half(p[i]) : 0.0f); }
+TIDEGATE_INLINE Vec16 load(const Int8* p) { TIDEGATE_LANES(static_cast<float>(p[i])); }
+TIDEGATE_INLINE Vec16 load_first(const Int8* p, int n) { TIDEGATE_LANES(i < n ? static_cast<float>(p[i]) : 0.0f); }
 TIDEGATE_INLINE void store(float* p, Vec16 a) { std::memcpy(p, a.v, sizeof a.v); }
 TIDEGATE_INLINE void store_first(float* p, Vec16 a, int n) {
   for (int i = 0; i < n; ++i) p[i] = a.v[i];

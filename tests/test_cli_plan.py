@@ -179,6 +179,12 @@ def test_a_repository_on_the_hub_is_planned_like_the_folder(hub: tuple[Path, str
     assert far_card == near
 
 
+def test_advice_says_so_when_nothing_fits(config: Path) -> None:
+    done = plan(config, "--ram", "64GiB", "--memory", "200MiB", "--advise")
+    assert done.returncode == 2 and "nothing fits this budget" in done.stdout and "rule of thumb" in done.stdout
+    assert "ways out:" in done.stdout and "--kv int8: " in done.stdout
+
+
 def test_formats_side_by_side(config: Path) -> None:
     asked = (config, "--ram", "64GiB", "--memory", "4500MiB", "--context", "512", "--experts", "bf16,int8,int4")
     found = json.loads(plan(*asked, "--json").stdout)

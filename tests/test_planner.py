@@ -78,6 +78,12 @@ def test_published_models(name: str, tmp_path: Path) -> None:
     assert abs(active - facts.active) <= facts.digits
     kv = KvLayout.of(headers.config.attention, headers.config.rope, headers.config.num_layers)
     assert kv.token_bytes == facts.kv_bytes
+    config = headers.config
+    eight = KvLayout.of(config.attention, config.rope, config.num_layers, "int8").token_bytes
+    areas = 1 if config.attention.is_mla else 2
+    assert eight == facts.kv_bytes // 2 + 4 * areas * kv.kv_heads * config.num_layers, (
+        "a scale a position, head and area"
+    )
     card = card_of(headers, context=2048).to_json()
     assert card["parameters"] == total and card["kv_bytes_per_token"] == facts.kv_bytes
     assert card["kv_bytes"] == 2048 * facts.kv_bytes
@@ -151,12 +157,13 @@ def test_verdicts_and_edges(tmp_path: Path) -> None:
     enough = [way for way in below.ways_out if way.smallest_bytes <= needs.smallest_bytes - 1]
     assert enough and below.ways_out[: len(enough)] == tuple(enough), "ways that suffice come first"
     assert all(way.tokens_per_s for way in enough)
-    lossless = [not way.flag.startswith(("--experts", "--dense")) for way in enough]
+    assert any(way.flag == "--kv int8" and "perplexity" in way.cost for way in below.ways_out)
+    lossless = [not way.flag.startswith(("--experts", "--dense", "--kv int8")) for way in enough]
     assert lossless == sorted(lossless, reverse=True)
 
 
 CHANGES = {
-    "context": 1024, "sequences": 4, "prefill_chunk": 32, "threads": 1, "io_threads": 8, "kv": "f32",
+    "context": 1024, "sequences": 4, "prefill_chunk": 32, "threads": 1, "io_threads": 8, "kv": "int8",
 }  # fmt: skip
 
 

@@ -76,4 +76,4 @@ def test_kv_pages_may_have_room_to_spare():
     layout = KvLayout(num_layers=3, kv_heads=1, k_dim=20, v_dim=0)
     backend = ReferenceBackend()
     backend.bind_kv(layout, np.zeros(2 * layout.page_bytes + 64, np.uint8))
-    assert backend._keys.shape[0] == 2
+    assert len(backend._keys.read(0, slice(None))) == 2

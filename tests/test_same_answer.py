@@ -117,3 +117,20 @@ def test_nothing_but_the_tokens_decides_the_logits(family, draw) -> None:
                 model._finish([again])
                 assert np.array_equal(again.kept_logits, wanted["scored"])
             model._runtime.cache.check_integrity()
+
+
+def test_an_int8_kv_cache_gives_one_answer_near_the_usual_one(family: tuple[Path, dict[str, object]]) -> None:
+    store, _ = family
+    tokens = PROMPT + [7] * 40
+    with load_model(store, threads=1, prefill_chunk=90) as model:
+        usual = model.logits(tokens)
+    with load_model(store, kv="int8", threads=1, prefill_chunk=90) as model:
+        want, smaller = model.logits(tokens), model.plan.needs
+    for changes in (
+        {"threads": 3, "prefill_chunk": 7},
+        {"memory": smaller.smallest_bytes + (1 << 20), "prefill_chunk": 16},
+    ):
+        with load_model(store, kv="int8", **changes) as model:
+            assert np.array_equal(model.logits(tokens), want), changes
+    error = np.sqrt(np.mean((want - usual) ** 2)) / np.std(usual)
+    assert 0 < error < 0.2, error

@@ -35,7 +35,7 @@ PAGE_TOKENS: int
 
 class KvPages:
     def __init__(
-        self, memory: ByteArray, num_layers: int, kv_heads: int, k_dim: int, v_dim: int, is_half: bool
+        self, memory: ByteArray, num_layers: int, kv_heads: int, k_dim: int, v_dim: int, format: str
     ) -> None: ...
     num_pages: int
 

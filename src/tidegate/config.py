@@ -120,7 +120,7 @@ class EngineOptions:
         "int", None, "compute threads; default: the cores this process may use", low=1, high=1024
     )
     io_threads: int = _option("int", 1, "threads that read experts from disk", low=1, high=64)
-    kv: str = _option("text", "f16", "format of the KV cache", choices=("f16", "f32"))
+    kv: str = _option("text", "f16", "format of the KV cache", choices=("f16", "int8", "f32"))
     activations: str = _option(
         "text",
         "auto",

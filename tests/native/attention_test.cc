@@ -28,7 +28,8 @@ std::vector<float> randoms(std::int64_t count) {
 }
 
 struct Case {
-  bool is_latent = pick(0, 2) == 0, is_half = flip();
+  bool is_latent = pick(0, 2) == 0;
+  KvFormat format = static_cast<KvFormat>(pick(0, 2));
   int kv_heads = is_latent ? 1 : pick(1, 3), group = pick(1, 9), head_dim = pick(1, 40), v_head_dim = pick(1, 80);
   int half_rope = is_latent ? pick(1, 6) : pick(0, head_dim / 2), rank = pick(1, 50), nope = pick(1, 40);
   int heads = kv_heads * group, k_dim = is_latent ? rank + 2 * half_rope : head_dim;
@@ -66,10 +67,12 @@ Matrix grouped(Compute& compute, const KvPages& pages, const Step& step, Case& c
 bool attention_is_clean(Compute& compute) {
   Case c;
   const int context = pick(1, 1300), num_pages = (context + kPageTokens - 1) / kPageTokens, layers = 2;
-  const std::size_t numbers = static_cast<std::size_t>(num_pages * layers * kPageTokens * c.kv_heads) *
-                              static_cast<std::size_t>(c.k_dim + (c.is_latent ? 0 : c.v_head_dim));
-  std::vector<std::uint8_t> memory(numbers * (c.is_half ? 2 : 4), 0xff);
-  const KvPages pages(memory.data(), memory.size(), layers, c.kv_heads, c.k_dim, c.is_latent ? 0 : c.v_head_dim, c.is_half);
+  const int number_bytes = c.format == KvFormat::f32 ? 4 : c.format == KvFormat::f16 ? 2 : 1;
+  const int scale_bytes = c.format != KvFormat::int8 ? 0 : c.is_latent ? 4 : 8;
+  const int head_bytes = (c.k_dim + (c.is_latent ? 0 : c.v_head_dim)) * number_bytes + scale_bytes;
+  std::vector<std::uint8_t> memory(static_cast<std::size_t>(num_pages * layers * kPageTokens * c.kv_heads) *
+                                   static_cast<std::size_t>(head_bytes), 0xff);
+  const KvPages pages(memory.data(), memory.size(), layers, c.kv_heads, c.k_dim, c.is_latent ? 0 : c.v_head_dim, c.format);
   std::vector<std::int32_t> table(static_cast<std::size_t>(num_pages));
   for (int i = 0; i < num_pages; ++i) table[static_cast<std::size_t>(i)] = num_pages - 1 - i;
   for (int start = 0, count; start < context; start += count) {

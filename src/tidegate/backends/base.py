@@ -53,19 +53,22 @@ class KvLayout:
     Page = [layers][K area | V area]; K area = [kv_heads][k_dim][page_tokens] (keys are the lanes of a vector, so scores need
     no sums across lanes), V area = [kv_heads][page_tokens][v_dim]. MLA: kv_heads 1, k_dim = kv_lora_rank + rope dims, v_dim 0
     and the K area is [page_tokens][k_dim]: values are the first kv_lora_rank numbers of the keys.
-    Numbers that float16 cannot hold are stored as its largest finite value.
+    Numbers that float16 cannot hold are stored as its largest finite value. int8: behind each head's part of an area follow
+    page_tokens float32 scales; number = code * scale, the largest code of a position is 127.
     """
 
     num_layers: int
     kv_heads: int
     k_dim: int
     v_dim: int
-    dtype: str = "f16"  # or "f32"
+    dtype: str = "f16"  # or "f32", "int8"
     page_tokens: int = 16
 
     @property
     def token_bytes(self) -> int:
-        return self.num_layers * self.kv_heads * (self.k_dim + self.v_dim) * (2 if self.dtype == "f16" else 4)
+        scale_bytes = 0 if self.dtype != "int8" else 8 if self.v_dim else 4
+        number_bytes = {"f32": 4, "f16": 2, "int8": 1}[self.dtype]
+        return self.num_layers * self.kv_heads * ((self.k_dim + self.v_dim) * number_bytes + scale_bytes)
 
     @property
     def page_bytes(self) -> int:

@@ -37,8 +37,7 @@ class AttentionOps(LinearOps):
 
     def bind_kv(self, layout: KvLayout, pages: ByteArray) -> None:
         assert layout.page_tokens == _core.PAGE_TOKENS, f"the cpu backend has pages of {_core.PAGE_TOKENS} positions"
-        is_half = layout.dtype == "f16"
-        self._kv = _core.KvPages(pages, layout.num_layers, layout.kv_heads, layout.k_dim, layout.v_dim, is_half)
+        self._kv = _core.KvPages(pages, layout.num_layers, layout.kv_heads, layout.k_dim, layout.v_dim, layout.dtype)
 
     def _begin_attention(self, batch: StepBatch) -> None:
         """The step's pages; bind_kv must have been called."""

@@ -10,7 +10,6 @@ from collections.abc import Iterable
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from tidegate.backends.base import (
     AttentionWeights,
@@ -54,19 +53,13 @@ class ReferenceBackend(Backend[F32Array]):
 
     def bind_kv(self, layout: KvLayout, pages: ByteArray) -> None:
         whole = pages[: len(pages) // layout.page_bytes * layout.page_bytes]
-        numbers = whole.view(np.float16 if layout.dtype == "f16" else np.float32)
-        per_layer = layout.kv_heads * layout.page_tokens * (layout.k_dim + layout.v_dim)
-        by_layer = numbers.reshape(-1, layout.num_layers, per_layer)
-        split = layout.kv_heads * layout.page_tokens * layout.k_dim
-        heads, tokens = layout.kv_heads, layout.page_tokens
-        shape = by_layer.shape[:2]
-        # [pages, layers, heads, tokens, dims]; keys of GQA lie dimension by dimension.
+        by_layer = whole.reshape(-1, layout.num_layers, layout.page_bytes // layout.num_layers)
+        values_bytes = layout.page_tokens * KvLayout(1, layout.kv_heads, layout.v_dim, 0, layout.dtype).token_bytes
+        split = by_layer.shape[2] - (values_bytes if layout.v_dim else 0)
+        self._keys = _KvArea(by_layer[:, :, :split], layout, layout.k_dim, by_dimension=layout.v_dim > 0)
         if layout.v_dim:
-            self._keys = by_layer[:, :, :split].reshape(*shape, heads, layout.k_dim, tokens).swapaxes(3, 4)
-        else:
-            self._keys = by_layer[:, :, :split].reshape(*shape, heads, tokens, layout.k_dim)
-        self._values = by_layer[:, :, split:].reshape(*shape, heads, tokens, layout.v_dim)
-        self._page_tokens = tokens
+            self._values = _KvArea(by_layer[:, :, split:], layout, layout.v_dim, by_dimension=False)
+        self._page_tokens = layout.page_tokens
 
     def begin(self, batch: StepBatch) -> None:
         self._batch = batch
@@ -104,8 +97,8 @@ class ReferenceBackend(Backend[F32Array]):
             q, k, v = (np.clip(part, -att.clip_qkv, att.clip_qkv) for part in (q, k, v))
         q = rotate(q, self._batch.positions_T, weights.rope, 0)
         k = rotate(k, self._batch.positions_T, weights.rope, 0)
-        self._store(self._keys[:, weights.index], k)
-        self._store(self._values[:, weights.index], v.reshape(tokens, att.num_kv_heads, -1))
+        self._store(self._keys, weights.index, k)
+        self._store(self._values, weights.index, v.reshape(tokens, att.num_kv_heads, -1))
         out = np.empty((tokens, att.num_heads, att.v_head_dim), np.float32)
         for t in range(tokens):
             keys, first = self._cached(self._keys, weights, t)
@@ -122,7 +115,7 @@ class ReferenceBackend(Backend[F32Array]):
         k_up, v_up = self._matrix(weights.k_up), self._matrix(weights.v_up)
         latent = self._normalized(kv[:, :rank], weights.kv_norm)
         row = np.concatenate([latent, kv[:, rank:]], axis=1)[:, None]
-        self._store(self._keys[:, weights.index], rotate(row, self._batch.positions_T, weights.rope, rank))
+        self._store(self._keys, weights.index, rotate(row, self._batch.positions_T, weights.rope, rank))
         q = rotate(q.reshape(tokens, att.num_heads, -1), self._batch.positions_T, weights.rope, att.qk_nope_dim)
         absorbed = np.empty((tokens, att.num_heads, rank + weights.rope.dims), np.float32)
         absorbed[:, :, rank:] = q[:, :, att.qk_nope_dim :]
@@ -195,15 +188,14 @@ class ReferenceBackend(Backend[F32Array]):
         assert norm is not None
         return normalize(x, norm)
 
-    def _store(self, area: NDArray[Any], rows: F32Array) -> None:
-        """Write [T, heads, dims] where the step's tokens belong in ``area`` [pages, heads, tokens, dims]."""
+    def _store(self, area: _KvArea, layer: int, rows: F32Array) -> None:
+        """Write [T, heads, dims] where the step's tokens belong."""
         batch = self._batch
         pages_T = batch.block_tables[batch.sequence_T, batch.positions_T // self._page_tokens]
-        limit = _F16_MAX if area.dtype == np.float16 else np.inf
-        area[pages_T, :, batch.positions_T % self._page_tokens] = np.clip(rows, -limit, limit)
+        area.write(layer, pages_T, batch.positions_T % self._page_tokens, rows)
 
     def _cached(
-        self, area: NDArray[Any], weights: AttentionWeights, t: int, first: int | None = None
+        self, area: _KvArea, weights: AttentionWeights, t: int, first: int | None = None
     ) -> tuple[F64Array, int]:
         """What token t sees of a layer: float64 [heads, C, dims], and the first position of it."""
         position = int(self._batch.positions_T[t])
@@ -211,9 +203,39 @@ class ReferenceBackend(Backend[F32Array]):
             first = max(0, position + 1 - weights.window) if weights.window else 0
         count = position // self._page_tokens + 1
         pages = self._batch.block_tables[self._batch.sequence_T[t], :count]
-        heads_first = np.moveaxis(area[pages, weights.index], 0, 1)
+        heads_first = np.moveaxis(area.read(weights.index, pages), 0, 1)
         flat = heads_first.reshape(heads_first.shape[0], -1, heads_first.shape[3])
-        return flat[:, first : position + 1].astype(np.float64), first
+        return flat[:, first : position + 1], first
+
+
+class _KvArea:
+    """The keys or the values of all pages, bytes [pages, layers, n], as numbers [pages, layers, heads, tokens, dims]: views."""
+
+    def __init__(self, area: ByteArray, layout: KvLayout, dim: int, *, by_dimension: bool) -> None:
+        heads, tokens = layout.kv_heads, layout.page_tokens
+        by_head = area.reshape(*area.shape[:2], heads, -1)
+        self._scales = None
+        if layout.dtype == "int8":
+            self._scales = by_head[..., tokens * dim :].view(np.float32)
+            by_head = by_head[..., : tokens * dim]
+        numbers = by_head.view({"f32": np.float32, "f16": np.float16, "int8": np.int8}[layout.dtype])
+        shape = (dim, tokens) if by_dimension else (tokens, dim)
+        numbers = numbers.reshape(*numbers.shape[:3], *shape)
+        self._numbers = numbers.swapaxes(3, 4) if by_dimension else numbers
+
+    def write(self, layer: int, pages_T: Any, slots_T: Any, rows: F32Array) -> None:
+        if self._scales is not None:
+            largest = np.abs(rows).max(axis=2)
+            inverse = np.divide(np.float32(127), largest, out=np.zeros_like(largest), where=largest > 0)
+            self._scales[pages_T, layer, :, slots_T] = largest / np.float32(127)
+            rows = np.rint(rows * inverse[:, :, None])
+        limit = _F16_MAX if self._numbers.dtype == np.float16 else np.inf
+        self._numbers[pages_T, layer, :, slots_T] = np.clip(rows, -limit, limit)
+
+    def read(self, layer: int, pages: Any) -> F64Array:
+        """float64 [pages, heads, tokens, dims]."""
+        numbers: F64Array = self._numbers[pages, layer].astype(np.float64)
+        return numbers if self._scales is None else numbers * self._scales[pages, layer][..., None]
 
 
 def _attention(scores_HC: F64Array, sinks_H: F32Array | None) -> F64Array:

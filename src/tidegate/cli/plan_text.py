@@ -150,6 +150,8 @@ def comparison_lines(rows: list[dict[str, Any]], as_markdown: bool) -> list[str]
 def advice_lines(card: Card, found: list[Choice]) -> list[str]:
     """The choices, best first, and what others would go by."""
     lines = [f"advice (quality bound {QUALITY_BOUND:g} % of perplexity; the best comes first):"]
+    if not found:
+        lines.append("  nothing fits this budget, in whatever format; see the ways out")
     for one in found:
         kind = one.experts or "as converted"
         lines.append(
@@ -196,9 +198,11 @@ def print_colored(card: Card) -> None:
         print(styled(title, "bold"))
         total = sum(size for _, size, _ in rows)
         for owner, size, note in rows:
-            cells = _bar(size, total).ljust(_BAR_CELLS)
-            print(f"  {owner:<16}{format_bytes(size):>10}  {styled(cells, 'cyan')}  {styled(note, 'dim')}".rstrip())
+            bar = styled(_bar(size, total).ljust(_BAR_CELLS), "cyan")
+            print(f"  {owner:<16}{format_bytes(size):>10}  {bar}" + (f"  {styled(note, 'dim')}" if note else ""))
     print(styled(verdict(card), {"fits": "green", "streams": "yellow"}.get(card.verdict, "red")))
+    if card.ways_out:
+        print(styled("ways out", "bold"))
     for line in forecast_lines(card.forecast) if card.forecast else way_lines(card):
         print(f"  {line}")
 

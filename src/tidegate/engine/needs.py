@@ -149,7 +149,7 @@ def alternatives(
         [Alternative(f"--context {n}", model, replace(options, context=n)) for n in contexts],
         [Alternative(f"--prefill-chunk {n}", model, replace(options, prefill_chunk=n)) for n in chunks],
         [Alternative("--sequences 1", model, replace(options, sequences=1))],
-        [Alternative("--kv f16", model, replace(options, kv="f16"))],
+        [Alternative(f"--kv {kind}", model, replace(options, kv=kind)) for kind in _smaller_kv(options.kv)],
     ]
     predictor = _predictor(model, options)
     if predictor.gates or predictor.heap_bytes:
@@ -186,6 +186,12 @@ class Repacked:
         dense_bytes = align_up(entries[-1].offset + entries[-1].nbytes, ALIGNMENT)
         layouts = tuple(layer.layout for layer in layers)
         return Repacked(model.config, {entry.name: entry for entry in entries}, dense_bytes, layouts)
+
+
+def _smaller_kv(kind: str) -> tuple[str, ...]:
+    """Formats of the KV cache that take fewer bytes, the largest first."""
+    kinds = ("f32", "f16", "int8")
+    return kinds[kinds.index(kind) + 1 :]
 
 
 def _halvings(start: int, floor: int) -> list[int]:

@@ -274,7 +274,7 @@ def _ways_out(
             ways,
             key=lambda way: (
                 way.tokens_per_s is None,
-                way.flag.startswith(("--experts", "--dense")),
+                way.flag.startswith(("--experts", "--dense", "--kv int8")),
                 -(way.tokens_per_s or 0),
             ),
         )
@@ -290,5 +290,5 @@ def _cost(flag: str) -> str:
         "--context": "shorter texts",
         "--prefill-chunk": "slower prompts",
         "--sequences": "one sequence at a time",
-        "--kv": "keys and values in half precision",
+        "--kv": f"keys and values in {'half precision' if value == 'f16' else '8 bits, about 0.05 % perplexity'}",
     }[name]
