@@ -165,6 +165,11 @@ void bind_route(nb::module_& m) {
     Ranking found = rank(scores, top_k, most);
     return std::tuple(std::move(found.experts), std::move(found.margins));
   }, "scores"_a, "top_k"_a, "most"_a, "(experts, margins), a list a row; see route.h.");
+  m.def("guess", [](Compute& compute, const Matrix& x, const NormWeights* weights, const PackedMatrix& gate, int top_k, int most) {
+    const Scratch scratch(compute.workspace);
+    Ranking found = rank(linear(compute, weights != nullptr ? norm(compute, x, *weights) : x, gate), top_k, most);
+    return std::tuple(std::move(found.experts), std::move(found.margins));
+  }, "compute"_a, "x"_a, "norm"_a.none(), "gate"_a, "top_k"_a, "most"_a, "norm, linear and rank in one call, which leaves nothing.");
 }
 
 // ---- sample.h ------------------------------------------------------------------------------------------------------------

@@ -122,6 +122,9 @@ def norm_route(
     compute: Compute, x: Matrix, norm: NormWeights, router: RouterParams
 ) -> tuple[Matrix, I32Array, F32Array]: ...
 def rank(scores: Matrix, top_k: int, most: int) -> tuple[list[list[int]], list[list[float]]]: ...
+def guess(
+    compute: Compute, x: Matrix, norm: NormWeights | None, gate: PackedMatrix, top_k: int, most: int
+) -> tuple[list[list[int]], list[list[float]]]: ...
 
 # ---- sample.h
 

@@ -240,6 +240,10 @@ class Backend(ABC, Generic[A]):
         each is above the edge, the middle between the last of ``top_k`` and the first after it, in standard deviations of the
         row, at most LARGEST_MARGIN either way, in steps of 1/256 (which float16 holds)."""
 
+    def guess(self, x: A, norm: Norm | None, gate: Linear, top_k: int, most: int) -> Ranking:
+        """``rank`` of ``linear``, behind ``norm`` if there is one; a backend may do it at once."""
+        return self.rank(self.linear(x if norm is None else self.norm(x, norm), gate), top_k, most)
+
     @abstractmethod
     def moe(
         self,

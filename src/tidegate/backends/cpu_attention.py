@@ -77,6 +77,10 @@ class AttentionOps(LinearOps):
     def rank(self, scores: Matrix, top_k: int, most: int) -> Ranking:
         return _core.rank(scores, top_k, most)
 
+    def guess(self, x: Matrix, norm: Norm | None, gate: Linear, top_k: int, most: int) -> Ranking:
+        weights = None if norm is None else self._norm(norm)
+        return _core.guess(self.compute, x, weights, self.packed(gate), top_k, most)
+
     def _norm(self, norm: Norm) -> _core.NormWeights:
         known = self._norms.get(id(norm))
         if known:

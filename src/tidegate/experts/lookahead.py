@@ -5,7 +5,7 @@ counts give the odds that the expert is needed, by a logistic curve for each dis
 expert was not in memory: those are the ones that matter, and the harder ones. A load is worth it when the odds are good enough:
 a wrong one takes the channel from a demand load with the probability that the channel is busy, so the odds must be the better
 the busier it is. And however idle it is, no more than a quarter of the loads may be wrong: a floor under the threshold rises
-with every wrong one, by much at first, so that guesses that do not pay end within a few dozen loads.
+with every wrong one. Where nothing was worth a load for some steps, few guesses are made.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ OWN_CURVES: tuple[Curve, ...] = ((6.0, 0.4, -0.8), (4.2, 0.4, -0.8))
 _LEARNING_RATE = 1 / 128
 # What a wrong load evicts, and what it takes from the loads behind it; the second is per share of busy time. Measured.
 _PRICE, _PRICE_WHEN_BUSY = 0.08, 0.12
-# At rest a quarter of the loads are wrong: each lifts the floor three times as much as a right one lowers it. The first ones
-# count for more. A high floor sinks a little with every step, or a bad start would forbid everything for good.
-_FIRST_FLOOR, _RISE, _FALL, _FIRST_LOADS, _FORGETTING = 0.3, 3, 1 / 128, 16, 1 / 256
+# At rest a quarter of the bytes are wrong: a wrong load lifts the floor three times as much as a right one lowers it, one that was
+# stopped half as much. A high floor sinks a little with every step, or a bad start would forbid everything for good.
+_FIRST_FLOOR, _RISE, _FALL, _STOPPED, _FORGETTING = 0.3, 3 / 128, 1 / 128, 0.5, 1 / 256
 # Expert, distance, margin, logarithm of its heat, odds, whether it is being loaded.
 _Evidence = tuple[int, int, float, float, float, bool]
-_NAP_STEPS = 16  # how seldom guesses are made where none is worth a load
+_PATIENCE, _NAP_STEPS = 16, 16  # after so many steps in which no guess was worth a load, one in so many has guesses
 
 
 class Lookahead:
@@ -56,9 +56,8 @@ class Lookahead:
         self._now = [0] * cache.num_layers
         self._open: dict[int, list[_Evidence]] = {}
         self.wants_guesses = False
-        self._busy, self._floor, self._judged = 0.0, _FIRST_FLOOR, 0
-        self._naps = 0
-        self._tempted = True
+        self._busy, self._floor = 0.0, _FIRST_FLOOR
+        self._idle_steps = 0
 
     @property
     def threshold(self) -> float:
@@ -74,23 +73,23 @@ class Lookahead:
             return
         self._busy += (self._busy_ratio() - self._busy) / 8
         self._floor -= max(0.0, self._floor - _FIRST_FLOOR) * _FORGETTING
-        self._naps = 0 if self._tempted else (self._naps + 1) % _NAP_STEPS
-        if self._naps == 0:
-            self.wants_guesses, self._tempted = True, False
+        self._idle_steps += 1
+        self.wants_guesses = self._idle_steps <= _PATIENCE or self._idle_steps % _NAP_STEPS == 0
 
     def after_route(self, layer: int, needed: Collection[int]) -> None:
         """What the layer really needs: loads that nobody asked for are stopped, and curves and floor follow."""
+        stopped = self._cache.cancel_refuted(layer)
         for expert, distance, margin, log_heat, odds, is_loading in self._open.pop(layer, ()):
             is_right = expert in needed
             if is_loading:
-                self._judge(is_right)
+                wrong = _RISE * (_STOPPED if expert in stopped else 1.0)
+                self._floor = max(0.0, self._floor - _FALL) if is_right else min(1.0, self._floor + wrong)
             curve = self._curves[distance]
             step = (is_right - odds) * _LEARNING_RATE
             curve[0] += step * margin
             curve[1] += step * log_heat
             curve[2] += step
         self._count(layer, needed)
-        self._cache.cancel_refuted(layer)
 
     def foresee(self, layer: int, distance: int, ranked: Sequence[int], margins: Sequence[float]) -> None:
         """A guess for one row: the router of ``layer`` would choose the first of these experts, best first; there may be more
@@ -108,17 +107,11 @@ class Lookahead:
             odds = 1 / (1 + math.exp(-max(-30.0, min(a * margin + b * log_heat + c, 30.0))))
             is_loading = False
             if odds >= threshold:
-                self._tempted = True
+                self._idle_steps = 0
                 is_loading = cache.prefetch(layer, expert, cache.worth(layer, odds), keep=ranked[:per_token])
             elif rank < per_token:
                 cache.counters.prefetch_dropped += 1
             guesses.append((expert, distance, margin, log_heat, odds, is_loading))
-
-    def _judge(self, is_right: bool) -> None:
-        """Of a load that was issued."""
-        self._judged += 1
-        step = max(_FALL, 1 / (_FIRST_LOADS + self._judged))
-        self._floor = max(0.0, self._floor - step) if is_right else min(1.0, self._floor + _RISE * step)
 
     def _count(self, layer: int, needed: Collection[int]) -> None:
         heat, seen = self._heat[layer], self._seen[layer]

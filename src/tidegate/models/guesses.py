@@ -61,24 +61,25 @@ class Gates(Generic[A]):
         self._backend, self._layers, self._moe = backend, layers, moe
         self._start = [linears.get(start_gate(layer)) for layer in range(len(layers))]
         self._next = [linears.get(next_gate(layer)) for layer in range(len(layers))]
+        self._has_rule = has_rule(moe)
         self.width = min(2 * moe.num_experts_per_tok, moe.num_experts)
 
     def at_start(self, layer: int, x: A) -> Guess | None:
         gate = self._start[layer]
         if gate is None:
             return None
-        return Guess(layer, AT_START, *self._ranked(layer, self._backend.norm(x, self._layers[layer].norm), gate))
+        return Guess(layer, AT_START, *self._ranked(layer, x, self._layers[layer].norm, gate))
 
     def after_route(self, layer: int, x: A) -> Guess | None:
         gate = self._next[layer]
-        return None if gate is None else Guess(layer + 1, AHEAD, *self._ranked(layer + 1, x, gate))
+        return None if gate is None else Guess(layer + 1, AHEAD, *self._ranked(layer + 1, x, None, gate))
 
-    def _ranked(self, layer: int, x: A, gate: Linear) -> Ranking:
+    def _ranked(self, layer: int, x: A, norm: Norm | None, gate: Linear) -> Ranking:
         moe, backend = self._moe, self._backend
-        scores = backend.linear(x, gate)
-        if not has_rule(moe):
-            return backend.rank(scores, moe.num_experts_per_tok, self.width)
-        ranking = ranking_scores(backend.numpy(scores), self._layers[layer].router.correction_E, moe)
+        if not self._has_rule:
+            return backend.guess(x, norm, gate, moe.num_experts_per_tok, self.width)
+        scores = backend.numpy(backend.linear(x if norm is None else backend.norm(x, norm), gate))
+        ranking = ranking_scores(scores, self._layers[layer].router.correction_E, moe)
         return ranked_margins(ranking, moe.num_experts_per_tok, self.width)
 
 
@@ -98,7 +99,8 @@ def own_gate(norm: Norm, target: MoeWeights) -> Gate:
     bias_E = router.weight_ED @ np.broadcast_to(shift_D, ratio_D.shape) + (
         0 if router.bias_E is None else router.bias_E
     )
-    return Gate((router.weight_ED * ratio_D).astype(np.float32), bias_E.astype(np.float32))
+    matrix_ED = router.weight_ED if norm is target.norm else (router.weight_ED * ratio_D).astype(np.float32, copy=False)
+    return Gate(matrix_ED, bias_E.astype(np.float32))
 
 
 def has_rule(moe: MoeConfig) -> bool:
