@@ -27,8 +27,8 @@ OWN_CURVES: tuple[Curve, ...] = ((6.0, 0.4, -0.8), (4.2, 0.4, -0.8))
 _LEARNING_RATE = 1 / 128
 # What a wrong load evicts, and what it takes from the loads behind it; the second is per share of busy time. Measured.
 _PRICE, _PRICE_WHEN_BUSY = 0.08, 0.12
-# At rest a quarter of the bytes are wrong: a wrong load lifts the floor three times as much as a right one lowers it, one that was
-# stopped half as much. A high floor sinks a little with every step, or a bad start would forbid everything for good.
+# At rest a quarter of the bytes are wrong: a wrong load lifts the floor three times as much as a right one lowers it, one that
+# was stopped half as much. A high floor sinks a little with every step, or a bad start would forbid everything for good.
 _FIRST_FLOOR, _RISE, _FALL, _STOPPED, _FORGETTING = 0.3, 3 / 128, 1 / 128, 0.5, 1 / 256
 # Expert, distance, margin, logarithm of its heat, odds, whether it is being loaded.
 _Evidence = tuple[int, int, float, float, float, bool]
