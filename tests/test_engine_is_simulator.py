@@ -17,6 +17,7 @@ from tidegate.experts.loader import NativeLoader
 from tidegate.experts.lookahead import DISTANCES
 from tidegate.experts.policy import POLICIES, policy_factory
 from tidegate.experts.trace import TraceReader
+from tidegate.experts.trial import Trial
 from tidegate.sim.ahead import Gates
 from tidegate.sim.batching import batched
 from tidegate.sim.clock import ClockLoader
@@ -84,7 +85,8 @@ def test_the_engines_prefetch_runs_in_the_simulator(
     count of the engine's prefetch comes out of the trace, too."""
     for loader in (NativeLoader, ClockLoader):
         monkeypatch.setattr(loader, "busy_ratio", lambda self: 0.5)
-    monkeypatch.setattr(ExpertCache, "cancel_refuted", lambda self, layer: None)
+    monkeypatch.setattr(ExpertCache, "cancel_refuted", lambda self, layer: [])
+    monkeypatch.setattr(Trial, "begin_step", lambda self, num_loads: True)
     path = tmp_path / "t.trace"
     with load_model(store, sequences=2) as model:
         needs = model.plan.needs

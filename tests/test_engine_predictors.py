@@ -18,6 +18,7 @@ from tidegate.experts.loader import NativeLoader
 from tidegate.experts.policy import policy_factory
 from tidegate.experts.predictor_file import PREDICTORS, PredictorSource, find_predictor, save_predictor
 from tidegate.experts.trace import TraceReader
+from tidegate.experts.trial import Trial
 from tidegate.sim.clock import ClockLoader
 from tidegate.sim.fit import fit_predictor
 from tidegate.sim.replay import whole_steps
@@ -68,7 +69,8 @@ def test_the_simulator_issues_the_engines_loads(
     store, files = fitted
     for loader in (NativeLoader, ClockLoader):
         monkeypatch.setattr(loader, "busy_ratio", lambda self: 0.2)
-    monkeypatch.setattr(ExpertCache, "cancel_refuted", lambda self, layer: None)
+    monkeypatch.setattr(ExpertCache, "cancel_refuted", lambda self, layer: [])
+    monkeypatch.setattr(Trial, "begin_step", lambda self, num_loads: True)
     path, memory = tmp_path / "t.trace", _tight(store, files[kind])
     with load_model(store, memory=memory, sequences=2, predictor=files[kind]) as model:
         needs, slots = model.plan.needs, model.plan.slots

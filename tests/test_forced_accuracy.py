@@ -10,6 +10,7 @@ from stores import qwen_config, write_store
 from tidegate import _core
 from tidegate.engine.model import Model
 from tidegate.experts.trace import TraceReader
+from tidegate.experts.trial import Trial
 from tidegate.sim.oracle import ForcedGuesses
 
 __all__ = ["fixed_process"]
@@ -53,6 +54,7 @@ def test_half_wrong_guesses_cost_hardly_a_byte(
 ) -> None:
     """However idle the channel is: an idle one is no reason to read in vain."""
     monkeypatch.setattr("tidegate.experts.loader.NativeLoader.busy_ratio", lambda self: busy_ratio)
+    monkeypatch.setattr(Trial, "begin_step", lambda self, num_loads: True)
     answer, without, routing = off
     with _load(store, "auto") as model:
         runtime = model.runtime
@@ -69,6 +71,7 @@ def test_right_guesses_are_loaded_and_wasted_little(
     store: Path, off: tuple[list[int], dict[str, int], np.ndarray], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("tidegate.experts.loader.NativeLoader.busy_ratio", lambda self: 0.5)
+    monkeypatch.setattr(Trial, "begin_step", lambda self, num_loads: True)
     answer, without, routing = off
     with _load(store, "auto") as model:
         runtime = model.runtime

@@ -283,14 +283,18 @@ def _look_ahead(
     experts: Experts, loader: NativeLoader, choice: PredictorChoice, plan: Plan, ledger: Ledger, sequences: int
 ) -> None:
     """Experts are prefetched from now on."""
+
+    def spent_s() -> float:
+        return (loader.counters().wait_ns + experts.visit_ns + experts.guess_ns) / 1e9
+
     cache, per_token = experts.cache, plan.needs.min_slots
     if choice.source is None:
-        experts.lookahead = Lookahead(cache, per_token, loader.busy_ratio, experts.curves)
+        experts.lookahead = Lookahead(cache, per_token, loader.busy_ratio, experts.curves, spent_s)
         return
     ledger.account("predictor", _HINTS["predictor"]).reserve(choice.heap_bytes)
     predictor = choice.source.load()
     predictor.most_sequences = sequences
-    experts.foreseer = Foreseer(cache, predictor, per_token, loader.busy_ratio)
+    experts.foreseer = Foreseer(cache, predictor, per_token, loader.busy_ratio, spent_s=spent_s)
 
 
 def _backend(options: EngineOptions, threads: int, workspace: ByteArray) -> Backend[Any]:

@@ -5,7 +5,7 @@ counts give the odds that the expert is needed, by a logistic curve for each dis
 expert was not in memory: those are the ones that matter, and the harder ones. A load is worth it when the odds are good enough:
 a wrong one takes the channel from a demand load with the probability that the channel is busy, so the odds must be the better
 the busier it is. And however idle it is, no more than a quarter of the loads may be wrong: a floor under the threshold rises
-with every wrong one. Where nothing was worth a load for some steps, few guesses are made.
+with every wrong one. Where nothing was worth a load for some steps, or guessing does not pay, few guesses are made.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import math
 from collections.abc import Callable, Collection, Sequence
 
 from tidegate.experts.cache import ExpertCache
+from tidegate.experts.trial import Trial
 
 # When a guess at a layer is made: at the layer's own start, before its attention; or where the MoE layer before was routed.
 AT_START, AHEAD = 0, 1
@@ -40,6 +41,7 @@ class Lookahead:
     in a step that ``wants_guesses``, ``foresee`` for each guess, where it is made.
 
     ``busy_ratio`` says how busy the channel was since it was last asked, 0 to 1. ``curves``: one a distance, to start from.
+    ``spent_s`` as in Trial.
     """
 
     def __init__(
@@ -48,6 +50,7 @@ class Lookahead:
         experts_per_token: int,
         busy_ratio: Callable[[], float],
         curves: Sequence[Curve] = OWN_CURVES,
+        spent_s: Callable[[], float] | None = None,
     ) -> None:
         self._cache, self._busy_ratio, self._per_token = cache, busy_ratio, experts_per_token
         self._curves = [list(curve) for curve in curves]
@@ -58,6 +61,7 @@ class Lookahead:
         self.wants_guesses = False
         self._busy, self._floor = 0.0, _FIRST_FLOOR
         self._idle_steps = 0
+        self._trial = Trial(spent_s)
 
     @property
     def threshold(self) -> float:
@@ -70,11 +74,14 @@ class Lookahead:
         self._open.clear()
         self.wants_guesses = False
         if num_rows > MOST_ROWS:
+            self._trial.skip_step()
             return
         self._busy += (self._busy_ratio() - self._busy) / 8
         self._floor -= max(0.0, self._floor - _FIRST_FLOOR) * _FORGETTING
-        self._idle_steps += 1
-        self.wants_guesses = self._idle_steps <= _PATIENCE or self._idle_steps % _NAP_STEPS == 0
+        counters = self._cache.counters
+        if self._trial.begin_step(counters.misses + counters.prefetch_hits):
+            self._idle_steps += 1
+            self.wants_guesses = self._idle_steps <= _PATIENCE or self._idle_steps % _NAP_STEPS == 0
 
     def after_route(self, layer: int, needed: Collection[int]) -> None:
         """What the layer really needs: loads that nobody asked for are stopped, and curves and floor follow."""
