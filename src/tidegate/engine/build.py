@@ -6,6 +6,7 @@ The plan is made, and a budget that is too small refused, before any weight is r
 from __future__ import annotations
 
 import os
+import time
 from contextlib import ExitStack, suppress
 from dataclasses import asdict, dataclass
 from math import prod
@@ -283,18 +284,14 @@ def _look_ahead(
     experts: Experts, loader: NativeLoader, choice: PredictorChoice, plan: Plan, ledger: Ledger, sequences: int
 ) -> None:
     """Experts are prefetched from now on."""
-
-    def spent_s() -> float:
-        return (loader.counters().wait_ns + experts.visit_ns + experts.guess_ns) / 1e9
-
     cache, per_token = experts.cache, plan.needs.min_slots
     if choice.source is None:
-        experts.lookahead = Lookahead(cache, per_token, loader.busy_ratio, experts.curves, spent_s)
+        experts.lookahead = Lookahead(cache, per_token, loader.busy_ratio, experts.curves, time.perf_counter)
         return
     ledger.account("predictor", _HINTS["predictor"]).reserve(choice.heap_bytes)
     predictor = choice.source.load()
     predictor.most_sequences = sequences
-    experts.foreseer = Foreseer(cache, predictor, per_token, loader.busy_ratio, spent_s=spent_s)
+    experts.foreseer = Foreseer(cache, predictor, per_token, loader.busy_ratio, clock=time.perf_counter)
 
 
 def _backend(options: EngineOptions, threads: int, workspace: ByteArray) -> Backend[Any]:

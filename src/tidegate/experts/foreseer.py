@@ -40,7 +40,7 @@ class _Step:
 class Foreseer:
     """Drive it in the order of a step: ``begin_step``, and for every MoE layer ``after_route`` once its own loads are queued.
 
-    ``busy_ratio`` and ``spent_s`` as in Lookahead; ``reach``: so many layers ahead. ``predictions`` counts calls of the
+    ``busy_ratio`` and ``clock`` as in Lookahead; ``reach``: so many layers ahead. ``predictions`` counts calls of the
     predictor; ``sketch`` makes what it wants to see of a router's input."""
 
     def __init__(
@@ -50,9 +50,9 @@ class Foreseer:
         experts_per_token: int,
         busy_ratio: Callable[[], float],
         reach: int = REACH,
-        spent_s: Callable[[], float] | None = None,
+        clock: Callable[[], float] | None = None,
     ) -> None:
-        self.lookahead = Lookahead(cache, experts_per_token, busy_ratio, (PROBABILITY_CURVE,) * reach, spent_s)
+        self.lookahead = Lookahead(cache, experts_per_token, busy_ratio, (PROBABILITY_CURVE,) * reach, clock)
         self.predictor, self.predictions = predictor, 0
         self.sketch = Sketcher(predictor.sketch_dims)
         self._reach, self._per_row = reach, NAMED * experts_per_token

@@ -41,7 +41,7 @@ class Lookahead:
     in a step that ``wants_guesses``, ``foresee`` for each guess, where it is made.
 
     ``busy_ratio`` says how busy the channel was since it was last asked, 0 to 1. ``curves``: one a distance, to start from.
-    ``spent_s`` as in Trial.
+    ``clock`` as in Trial.
     """
 
     def __init__(
@@ -50,7 +50,7 @@ class Lookahead:
         experts_per_token: int,
         busy_ratio: Callable[[], float],
         curves: Sequence[Curve] = OWN_CURVES,
-        spent_s: Callable[[], float] | None = None,
+        clock: Callable[[], float] | None = None,
     ) -> None:
         self._cache, self._busy_ratio, self._per_token = cache, busy_ratio, experts_per_token
         self._curves = [list(curve) for curve in curves]
@@ -61,7 +61,7 @@ class Lookahead:
         self.wants_guesses = False
         self._busy, self._floor = 0.0, _FIRST_FLOOR
         self._idle_steps = 0
-        self._trial = Trial(spent_s)
+        self._trial = Trial(clock)
 
     @property
     def threshold(self) -> float:

@@ -1,37 +1,38 @@
-"""Whether guessing pays, by trying: some steps go with guesses and some without, and what loads cost in either is compared.
+"""Whether guessing pays, by trying: some steps go with guesses and some without, and how long they take is compared.
 
-What counts is the time in which compute waits for loads, with the bookkeeping of cache and guesses, for every expert that had to
-be loaded: it varies far less from step to step than the steps themselves.
+Steps differ most by how many experts have to be loaded, so that is allowed for: a line through each kind of steps, one slope.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 
+import numpy as np
+
 _BLOCK_STEPS, _FIRST_BLOCKS = 8, 4  # blocks alternate at first; from then on
 _RARE_BLOCKS = 16  # one in so many tries what does not pay
 _FADE = 0.95  # of what was seen, with every block
+_OUTLIER = 4.0  # means: the process stood still, or nobody asked for anything
 
 
 class Trial:
-    """``spent_s``: what all loads have cost so far, in seconds; it only grows. Without it guesses are taken to pay."""
+    """``clock``: seconds since some time. Without it guesses are taken to pay."""
 
-    def __init__(self, spent_s: Callable[[], float] | None) -> None:
-        self._spent_s = spent_s
-        self._costs = {True: [0.0, 0.0], False: [0.0, 0.0]}  # with guesses and without: seconds, loads
+    def __init__(self, clock: Callable[[], float] | None) -> None:
+        self._clock = clock
+        # With guesses (1) and without: steps, loads, seconds, loads squared, loads times seconds.
+        self._sums = np.zeros((2, 5))
         self._before: tuple[float, int] | None = None
         self._step = 0
         self._is_on = True
 
     def begin_step(self, num_loads: int) -> bool:
         """A step starts, and so many experts had to be loaded so far. Whether to guess in it."""
-        if self._spent_s is None:
+        if self._clock is None:
             return True
-        now = self._spent_s(), num_loads
+        now = self._clock(), num_loads
         if self._before is not None:
-            cost = self._costs[self._is_on]
-            cost[0] += now[0] - self._before[0]
-            cost[1] += now[1] - self._before[1]
+            self._add(now[0] - self._before[0], now[1] - self._before[1])
         self._before = now
         if self._step % _BLOCK_STEPS == 0:
             self._begin_block(self._step // _BLOCK_STEPS)
@@ -45,11 +46,20 @@ class Trial:
     @property
     def pays(self) -> bool:
         """By what was seen so far."""
-        (on_s, on_loads), (off_s, off_loads) = self._costs[True], self._costs[False]
-        return not on_loads or not off_loads or on_s / on_loads <= off_s / off_loads
+        steps = self._sums[:, 0]
+        if steps.min() < _BLOCK_STEPS / 2:
+            return True
+        loads, seconds = self._sums[:, 1] / steps, self._sums[:, 2] / steps
+        spread = float((self._sums[:, 3] - steps * loads**2).sum())
+        slope = float((self._sums[:, 4] - steps * loads * seconds).sum()) / spread if spread > 0 else 0.0
+        return bool(seconds[1] - seconds[0] < slope * (loads[1] - loads[0]))
+
+    def _add(self, seconds: float, loads: int) -> None:
+        steps, _, total_s, _, _ = self._sums.sum(axis=0)
+        if steps < _BLOCK_STEPS or seconds < _OUTLIER * total_s / steps:
+            self._sums[int(self._is_on)] += (1, loads, seconds, loads * loads, loads * seconds)
 
     def _begin_block(self, block: int) -> None:
-        for cost in self._costs.values():
-            cost[:] = [number * _FADE for number in cost]
+        self._sums *= _FADE
         is_exception = block % 2 == 1 if block < _FIRST_BLOCKS else block % _RARE_BLOCKS == 0
         self._is_on = (block < _FIRST_BLOCKS or self.pays) != is_exception

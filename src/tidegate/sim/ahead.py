@@ -32,7 +32,7 @@ Foresight = Predictor | Gates
 
 
 class Ahead(ABC):
-    """``spend`` is called with the number of predictions that were made, each of which takes time; ``spent_s`` as in Trial."""
+    """``spend`` is called with the number of predictions that were made, each of which takes time."""
 
     @abstractmethod
     def begin_step(self, step: Step) -> None:
@@ -52,13 +52,12 @@ def make_ahead(
     loader: ClockLoader,
     options: PrefetchOptions,
     spend: Callable[[int], None],
-    spent_s: Callable[[], float],
 ) -> Ahead:
     """Without a threshold in ``options`` as the engine does it."""
     if isinstance(foresight, Gates):
-        return GatesAhead(cache, loader, foresight.curves or OWN_CURVES, spend, spent_s)
+        return GatesAhead(cache, loader, foresight.curves or OWN_CURVES, spend)
     if options.threshold is None:
-        return PredictorAhead(foresight, cache, loader, options.staging - 1, spend, spent_s)
+        return PredictorAhead(foresight, cache, loader, options.staging - 1, spend)
     return FixedAhead(foresight, Prefetcher(cache, foresight, options), spend)
 
 
@@ -77,18 +76,18 @@ class PredictorAhead(Ahead):
     """Drives a Foreseer as the engine does."""
 
     def __init__(
-        self, predictor: Predictor, cache: ExpertCache, loader: ClockLoader, reach: int, spend: Callable[[int], None],
-        spent_s: Callable[[], float],
-    ) -> None:  # fmt: skip
+        self, predictor: Predictor, cache: ExpertCache, loader: ClockLoader, reach: int, spend: Callable[[int], None]
+    ) -> None:
         self._predictor, self._cache, self._loader, self._reach, self._spend = predictor, cache, loader, reach, spend
-        self._spent_s = spent_s
         self._foreseer: Foreseer | None = None
 
     def begin_step(self, step: Step) -> None:
         if self._foreseer is None:
             per_token = step.experts_TLK.shape[2]
             busy = self._loader.busy_ratio
-            self._foreseer = Foreseer(self._cache, self._predictor, per_token, busy, self._reach, self._spent_s)
+            self._foreseer = Foreseer(
+                self._cache, self._predictor, per_token, busy, self._reach, lambda: self._loader.now_s
+            )
         self._step = step
         if isinstance(self._predictor, Oracle):
             self._predictor.reveal(step.needed_L)
@@ -128,11 +127,9 @@ class GatesAhead(Ahead):
     """Drives a Lookahead as the MoE layers of the engine do."""
 
     def __init__(
-        self, cache: ExpertCache, loader: ClockLoader, curves: Sequence[Curve], spend: Callable[[int], None],
-        spent_s: Callable[[], float],
-    ) -> None:  # fmt: skip
+        self, cache: ExpertCache, loader: ClockLoader, curves: Sequence[Curve], spend: Callable[[int], None]
+    ) -> None:
         self._cache, self._loader, self._curves, self._spend = cache, loader, curves, spend
-        self._spent_s = spent_s
         self._lookahead: Lookahead | None = None
 
     def begin_step(self, step: Step) -> None:
@@ -140,7 +137,7 @@ class GatesAhead(Ahead):
         if self._lookahead is None:
             per_token = step.experts_TLK.shape[2]
             busy = self._loader.busy_ratio
-            self._lookahead = Lookahead(self._cache, per_token, busy, self._curves, self._spent_s)
+            self._lookahead = Lookahead(self._cache, per_token, busy, self._curves, lambda: self._loader.now_s)
         self._lookahead.begin_step(len(step.token_T))
 
     def at_start(self, layer: int) -> None:

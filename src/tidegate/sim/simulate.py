@@ -107,18 +107,11 @@ def simulate(
     )  # fmt: skip
     cache = ExpertCache(capacities, num_experts, make_policy, loader, share=share)
 
+    def spend(predictions: int) -> None:
+        loader.compute(predictions * profile.predict_s)
+
+    ahead = make_ahead(predictor, cache, loader, prefetch or PrefetchOptions(), spend) if predictor else None
     outcome = Outcome(counters=cache.counters)
-    predictions = 0
-
-    def spend(count: int) -> None:
-        nonlocal predictions
-        predictions += count
-        loader.compute(count * profile.predict_s)
-
-    def spent_s() -> float:
-        return outcome.stall_s + predictions * profile.predict_s
-
-    ahead = make_ahead(predictor, cache, loader, prefetch or PrefetchOptions(), spend, spent_s) if predictor else None
     layers = range(len(capacities))
     for step in steps:
         if ahead is not None:
