@@ -11,7 +11,8 @@ import numpy as np
 
 _BLOCK_STEPS, _FIRST_BLOCKS = 8, 4  # blocks alternate at first; from then on
 _RARE_BLOCKS = 16  # one in so many tries what does not pay
-_FADE = 0.95  # of what was seen, with every block
+_FADE = 0.97  # of what was seen, with every block
+_DOUBT = 0.02  # of a step's time: less than what so few steps can tell
 _OUTLIER = 4.0  # means: the process stood still, or nobody asked for anything
 
 
@@ -52,7 +53,7 @@ class Trial:
         loads, seconds = self._sums[:, 1] / steps, self._sums[:, 2] / steps
         spread = float((self._sums[:, 3] - steps * loads**2).sum())
         slope = float((self._sums[:, 4] - steps * loads * seconds).sum()) / spread if spread > 0 else 0.0
-        return bool(seconds[1] - seconds[0] < slope * (loads[1] - loads[0]))
+        return bool(seconds[1] - seconds[0] < slope * (loads[1] - loads[0]) + _DOUBT * seconds[0])
 
     def _add(self, seconds: float, loads: int) -> None:
         steps, _, total_s, _, _ = self._sums.sum(axis=0)
