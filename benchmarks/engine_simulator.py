@@ -7,9 +7,10 @@ by one in every configuration, a process each, and the simulator runs the trace 
 `tidegate hardware` measured. Without prefetch hits, misses and evictions must be equal; with it hit rates may differ by 1
 point and tokens/s by 12 %, because both depend on when loads end. Exit code 1 if they do not.
 
-The disk of a shared host is up to half as fast again or as slow from one second to the next. So the machine is measured in
-every round and its disk, for a twentieth of a second, between all runs; a run is compared with a simulation on the disk of
-that moment, and the table has medians over the rounds. Without a tokenizer the tokens are random.
+The disk of a shared host is up to half as fast again or as slow from one second to the next, its processors for minutes. So
+the machine is measured in every round and its disk, for a twentieth of a second, between all runs; a run is compared with a
+simulation on the machine of its round and the disk of its moment, and the table has medians over the rounds. Without a
+tokenizer the tokens are random.
 """
 
 from __future__ import annotations
@@ -94,22 +95,12 @@ def child(**asked: Any) -> dict[str, Any]:
 
 
 def hardware(store: str) -> Machine:
-    """What the machine is like now. A measurement beside other work counts as well: the median is taken of several."""
+    """What the machine is like now."""
     command = [sys.executable, "-m", "tidegate", "hardware", store, "--json"]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     if not done.stdout:
         raise SystemExit(done.stderr)
     return Machine.from_json(json.loads(done.stdout))
-
-
-def middle(values: list[Any]) -> Any:
-    """The median of numbers, also of those in equal places of lists and dictionaries; of anything else the first."""
-    first = values[0]
-    if isinstance(first, dict):
-        return {name: middle([value[name] for value in values]) for name in first}
-    if isinstance(first, list | tuple):
-        return [middle(list(place)) for place in zip(*values, strict=True)]
-    return statistics.median(values) if isinstance(first, int | float) and not isinstance(first, bool) else first
 
 
 class Disk:
@@ -131,10 +122,11 @@ class Disk:
 
 @dataclass
 class Run:
-    """What the engine counted, and the disk just before and after."""
+    """What the engine counted, the disk just before and after, and the machine as measured in that round."""
 
     live: dict[str, Any]
     disk: DiskRate
+    machine: Machine
 
 
 class Comparison:
@@ -160,15 +152,16 @@ class Comparison:
 
     def round(self, points: Iterable[Point]) -> None:
         """Measure the machine and run every configuration once."""
-        self.machines.append(hardware(self.store))
+        machine = hardware(self.store)
+        self.machines.append(machine)
         with probe_memory(PROBE_BYTES + WORKSPACE_BYTES) as memory:
             disk = Disk(self.opened, memory)
             after = disk.rate()
             for point in points:
                 before, live = after, self._live(*point)
                 after = disk.rate()
-                between = middle([asdict(before), asdict(after)])
-                self.runs.setdefault(point, []).append(Run(live, DiskRate(**between)))
+                between = {name: (value + asdict(after)[name]) / 2 for name, value in asdict(before).items()}
+                self.runs.setdefault(point, []).append(Run(live, DiskRate(**between), machine))
 
     def _memory(self, share: float) -> int:
         needs = self.needs
@@ -185,10 +178,9 @@ class Comparison:
 
     def rows(self) -> Iterator[dict[str, Any]]:
         """Of every configuration what its runs came to, and the simulator with the same slots and disk."""
-        machine = Machine.from_json(middle([one.to_json() for one in self.machines]))
         for (share, policy, prefetch), runs in self.runs.items():
             live = [run.live for run in runs]
-            found = [self._simulated(policy, run, prefetch, machine) for run in runs]
+            found = [self._simulated(policy, run, prefetch) for run in runs]
             hits, simulated_hits = [hit_ratio(one) for one in live], [100 * one.hit_ratio for one in found]
             speeds, simulated_speeds = [one["tokens_per_s"] for one in live], [one.tokens_per_s for one in found]
             pairs = zip(simulated_hits, hits, strict=True), zip(simulated_speeds, speeds, strict=True)
@@ -203,8 +195,8 @@ class Comparison:
                 "error": statistics.median(ours / theirs - 1 for ours, theirs in pairs[1]),
             }  # fmt: skip
 
-    def _simulated(self, policy: str, run: Run, prefetch: str, machine: Machine) -> Outcome:
-        then = replace(machine, disk=(run.disk,))
+    def _simulated(self, policy: str, run: Run, prefetch: str) -> Outcome:
+        then = replace(run.machine, disk=(run.disk,))
         profile = simulated_profile(self.opened, self.options, then, len(os.sched_getaffinity(0)))
         return simulate(
             self.steps, run.live["slots"], self.needs["num_experts"], policy_factory(policy), profile,

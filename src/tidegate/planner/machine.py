@@ -55,8 +55,7 @@ class Machine:
     format and by how many tokens each of them serves (a matrix; 8 experts of a layer). ``isas``: int4 matrices at one token, by
     instruction set. ``layer_s``: what a layer costs beside its weights, ``row_s``: for each further sequence of a step.
     ``beside_loads_ratio``: speed of the kernels while experts arrive, of that alone. ``busy_ratio``: the share of the processors
-    that others took meanwhile. ``cached_ratio``: speed of the kernels on weights that the last cache of ``cache_bytes`` holds, of
-    that on weights in memory. ``cuda``: the first device, if there is one."""
+    that others took meanwhile. ``cuda``: the first device, if there is one."""
 
     fingerprint: str
     threads: int
@@ -72,8 +71,6 @@ class Machine:
     runtime_bytes: int = RUNTIME_BYTES
     busy_ratio: float = 0.0
     is_measured: bool = True
-    cache_bytes: int = 0
-    cached_ratio: float = 1.0
     cuda: CudaRates | None = None
 
     def memory_bytes_per_s(self, threads: int) -> float:

@@ -18,14 +18,13 @@ from tidegate.memory.ledger import Ledger
 from tidegate.planner.machine import TOKENS, Machine, Rates, fingerprint
 from tidegate.planner.measure_disk import measure_disk
 from tidegate.planner.measure_engine import EngineCosts, parse
-from tidegate.planner.measure_kernels import MATRIX_BYTES, Kernels
+from tidegate.planner.measure_kernels import Kernels
 from tidegate.planner.tiny_store import write_tiny_store
 from tidegate.quant.formats import Format
 
 FORMATS = ("int4-g32", "int8-g32", "mxfp4-g32", "bf16", "f32")
 EXPERT_FORMATS = ("int4-g32", "int8-g32", "mxfp4-g32", "bf16")
 MEMORY_BYTES, WORKSPACE_BYTES = 512 << 20, 64 << 20
-_CACHED_FORMAT = "int8-g32"
 _FILL = 0x33  # a byte that makes every format's scales and floats ordinary numbers
 
 
@@ -47,37 +46,18 @@ def measure_machine(path: Path, threads: int) -> Machine:
             name: Kernels(weights, _core.Compute(threads, workspace, name)).dense(int4, 1)
             for name in _core.available_isas()
         }
-        cache_bytes = last_cache_bytes()
-        cached_ratio = _cached_ratio(weights, workspace, threads, cache_bytes, dense[_CACHED_FORMAT][1])
         disk, beside_loads = measure_disk(path, kernels)
     costs = _engine_costs(threads)
     busy = round(others.ratio(), 3)
     return Machine(
         fingerprint(), threads, bandwidth, dense, experts, isas, costs.layer_s, costs.row_s, disk, costs.bookkeeping,
-        beside_loads, costs.runtime_bytes, busy, cache_bytes=cache_bytes, cached_ratio=cached_ratio,
+        beside_loads, costs.runtime_bytes, busy,
     )  # fmt: skip
 
 
 def _rates(kernels: Kernels, name: str, *, experts: bool) -> Rates:
     measure = kernels.experts if experts else kernels.dense
     return {tokens: measure(Format.parse(name), tokens) for tokens in TOKENS}
-
-
-def last_cache_bytes() -> int:
-    """The largest cache of the first processor; 0 if the kernel does not say."""
-    sizes = [path.read_text().strip() for path in Path("/sys/devices/system/cpu/cpu0/cache").glob("index*/size")]
-    return max((int(size[:-1]) << 10 for size in sizes if size.endswith("K")), default=0)
-
-
-def _cached_ratio(
-    weights: ByteArray, workspace: ByteArray, threads: int, cache_bytes: int, bytes_per_s: float
-) -> float:
-    """See Machine; 1 where two matrices do not fit half of the cache."""
-    if cache_bytes // 2 <= 2 * MATRIX_BYTES:
-        return 1.0
-    compute = _core.Compute(threads, workspace, _core.available_isas()[0])
-    found = Kernels(weights[: cache_bytes // 2 + 4096], compute).dense(Format.parse(_CACHED_FORMAT), 1)
-    return max(1.0, found / bytes_per_s)
 
 
 # The command line's modules first: they are part of the process that a model is loaded into.

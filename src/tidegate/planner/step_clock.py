@@ -21,7 +21,6 @@ from tidegate.quant.layout import ExpertLayout
 # Of the time that prefetch could hide (loads during other layers), the share that it does hide; docs/planner.md.
 _HIDDEN_BY_PREFETCH = 0.25
 _MOST_SPREAD = 64
-_CACHE_SHARE, _FEW_TOKENS = 0.7, 4  # of the last cache; others need some of it
 _Segment = tuple[int, int]  # of a prompt: tokens, and the position they end at
 
 
@@ -60,8 +59,6 @@ class StepClock:
         self._model, self._plan, self._sizes, self._machine = model, plan, sizes, machine
         self._memory = machine.memory_bytes_per_s(threads)
         self._scale = min(1.0, self._memory / machine.memory_bytes_per_s(machine.threads))
-        held_bytes = plan.slots_bytes + sum(entry.nbytes for entry in model.dense.values())
-        self._cached = machine.cached_ratio if held_bytes <= _CACHE_SHARE * machine.cache_bytes else 1.0
         self._prefetches = prefetch and plan.resident_ratio < 1 and sizes.sequences <= MOST_ROWS
         self._chunks_s: dict[tuple[int, int, int], float] = {}
         self.load_s = machine.load_s(plan.needs.slot_bytes) if model.layouts else 0.0
@@ -83,7 +80,7 @@ class StepClock:
     def decode(self, hit_rate: float, distinct: float | None) -> StepTimes:
         """One token of every sequence, at half the context. ``distinct`` experts a layer; None: by chance."""
         model, batch, moe = self._model, self._sizes.sequences, self._model.config.moe
-        kv_s = batch * self._sizes.context_tokens / 2 * self._sizes.kv.token_bytes / (self._memory * self._cached)
+        kv_s = batch * self._sizes.context_tokens / 2 * self._sizes.kv.token_bytes / self._memory
         experts_s = wait_s = loads_s = 0.0
         for (slots, layout), count in Counter(zip(self._plan.slots, model.layouts, strict=True)).items():
             assert moe is not None
@@ -125,9 +122,8 @@ class StepClock:
         return sum(nbytes / self.bytes_per_s(fmt, rows) for (rows, fmt), nbytes in sizes.items())
 
     def bytes_per_s(self, fmt: Format | None, tokens: float, *, experts: bool = False) -> float:
-        """Of weights that serve so many tokens. Those that are in a cache are read faster; many tokens are arithmetic."""
-        found = self._machine.decode_bytes_per_s(fmt, experts=experts, tokens=max(1.0, tokens)) * self._scale
-        return found * (self._cached if tokens <= _FEW_TOKENS else 1.0)
+        """Of weights that serve so many tokens."""
+        return self._machine.decode_bytes_per_s(fmt, experts=experts, tokens=max(1.0, tokens)) * self._scale
 
     def _expert_s(self, layout: ExpertLayout, tokens: float) -> float:
         """One expert on ``tokens`` of its own."""
