@@ -4,13 +4,16 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from tidegate.checkpoint.store import ExpertStore
 from tidegate.config import EngineOptions
 from tidegate.errors import UsageError
 from tidegate.experts.gates_file import GatesFile, find_gates, fingerprint, open_gates, own_gates_bytes
-from tidegate.experts.predictor_file import PREDICTORS, PredictorSource, find_predictor
 from tidegate.model_config import ModelConfig
+
+if TYPE_CHECKING:
+    from tidegate.experts.predictor_file import PredictorSource
 
 _ZIP_MAGIC = b"PK"
 
@@ -37,6 +40,8 @@ def choose_predictor(config: ModelConfig, options: EngineOptions, store: ExpertS
         raise UsageError(f"--predictor {name} has no effect: {why}")
     if name in ("auto", "gates"):
         return _gates(config, find_gates(store, name) if store else None)
+    from tidegate.experts.predictor_file import PREDICTORS, find_predictor  # noqa: PLC0415  (a plan rarely wants them)
+
     if name not in PREDICTORS and _is_gates_file(Path(name)):
         return _gates(config, find_gates(store, name) if store else open_gates(Path(name), config))
     source = find_predictor(name, config.num_moe_layers, moe.num_experts, fingerprint(store) if store else "")
