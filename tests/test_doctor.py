@@ -53,7 +53,7 @@ def test_a_run_as_forecast_only_hears_what_would_be_faster(store: Path) -> None:
     assert any(text.startswith("--memory ") and "every expert" in text for text in said)
     assert said[-1].startswith("convert with --experts int4")
     rows = {what: (planned, real) for what, planned, real in comparison(run)}
-    assert rows["memory at its peak"] == ("100 MiB", "101 MiB") and rows["hit rate"][1] == "60%"
+    assert rows["memory at its peak"] == ("100 MiB", "101 MiB") and rows["hits without prefetch"][1] == "60%"
 
 
 def test_what_is_wrong_comes_first(store: Path) -> None:
@@ -73,7 +73,7 @@ def test_doubts_about_the_measurement(store: Path) -> None:
         text.startswith("reading experts is slower")
         for text in findings(replace(slow, wait_s=2.5 * run.stats["decode_s"]))
     )
-    assert any("where a usual model has" in text for text in findings(replace(run, decode_hit_ratio=0.1)))
+    assert any("where a usual model has" in text for text in findings(replace(run, demand_hit_ratio=0.1)))
 
 
 def test_the_command_runs_a_real_model(store: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -61,7 +61,7 @@ def _observe(runtime: Runtime, prompt: int, answer: int) -> Observed:
         load_machine(runtime.store.path),
         runtime.threads,
         stats,
-        1 - counters["misses"] / visits if visits else 1.0,
+        counters["demand_hits"] / visits if visits else 1.0,
         counters["wait_ns"] / 1e9,
         getattr(runtime.decoder.backend, "workspace_peak_bytes", 0),
         others.ratio(),

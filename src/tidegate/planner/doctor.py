@@ -19,6 +19,7 @@ LEDGER_TOLERANCE, SLOW, BUSY = 0.03, 0.8, 0.1
 @dataclass(frozen=True)
 class Observed:
     """A finished run. ``stats`` are those of ``Model.stats``; ``wait_s`` of the decoding was spent waiting for loads;
+    ``demand_hit_ratio``: of all expert visits of the decoding, those that prefetch had no part in, as forecasts count;
     ``workspace_peak_bytes`` is what activations took of the workspace; ``busy_ratio`` what others took of the processors."""
 
     model: PackedModel
@@ -27,7 +28,7 @@ class Observed:
     machine: Machine
     threads: int
     stats: Mapping[str, Any]
-    decode_hit_ratio: float
+    demand_hit_ratio: float
     wait_s: float
     workspace_peak_bytes: int
     busy_ratio: float
@@ -59,7 +60,7 @@ def comparison(run: Observed) -> list[tuple[str, str, str]]:
     if run.plan.slots:
         waiting = found.step.wait_s / found.step.total_s
         rows += [
-            ("hit rate", f"{found.hits.expected:.0%}", f"{run.decode_hit_ratio:.0%}"),
+            ("hits without prefetch", f"{found.hits.expected:.0%}", f"{run.demand_hit_ratio:.0%}"),
             ("waiting for loads", f"{waiting:.0%}", f"{run.wait_s / max(stats['decode_s'], 1e-9):.0%}"),
         ]
     return rows
@@ -90,7 +91,7 @@ def _doubts(run: Observed) -> list[str]:
     if not run.machine.is_measured:
         out.append("the forecast's rates are assumed: run tidegate hardware once on this machine")
         return out
-    exact = run.forecast(hit_ratio=run.decode_hit_ratio)
+    exact = run.forecast(hit_ratio=run.demand_hit_ratio)
     if run.tokens_per_s < SLOW * exact.decode_tokens_per_s and run.busy_ratio <= BUSY:
         step = exact.step
         waited = run.wait_s / max(run.stats["decode_tokens"], 1)
@@ -103,10 +104,10 @@ def _doubts(run: Observed) -> list[str]:
                 else f"--threads {run.threads} should be the number of free cores"
             )
         )
-    if abs(run.decode_hit_ratio - exact_hits(run)) > 0.15:
+    if abs(run.demand_hit_ratio - exact_hits(run)) > 0.15:
         out.append(
-            f"the hit rate is {run.decode_hit_ratio:.0%} where a usual model has {exact_hits(run):.0%}: record a trace "
-            "(tidegate trace) and give it to tidegate plan --trace"
+            f"without prefetch the hit rate is {run.demand_hit_ratio:.0%} where a usual model has {exact_hits(run):.0%}: "
+            "record a trace (tidegate trace) and give it to tidegate plan --trace"
         )
     return out
 
