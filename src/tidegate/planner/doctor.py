@@ -14,6 +14,7 @@ from tidegate.planner.routing import expected_hits
 from tidegate.units import format_bytes
 
 LEDGER_TOLERANCE, SLOW, BUSY = 0.03, 0.8, 0.1
+LEDGER_TOLERANCE_BYTES = 4 << 20  # of a small process; the doctor itself imports more than a run
 
 
 @dataclass(frozen=True)
@@ -76,8 +77,9 @@ def _wrong(run: Observed) -> list[str]:
     if stats["peak_bytes"] > stats["budget_bytes"]:
         over = stats["peak_bytes"] - stats["budget_bytes"]
         out.append(f"the process passed its budget by {format_bytes(over)}: please report this")
-    error = abs(stats["ledger_bytes"] - stats["peak_bytes"]) / stats["peak_bytes"]
-    if error > LEDGER_TOLERANCE:
+    off_bytes = abs(stats["ledger_bytes"] - stats["peak_bytes"])
+    if off_bytes > max(LEDGER_TOLERANCE * stats["peak_bytes"], LEDGER_TOLERANCE_BYTES):
+        error = off_bytes / stats["peak_bytes"]
         out.append(f"the ledger and the kernel differ by {error:.0%}: please report this")
     if run.workspace_peak_bytes > run.plan.needs.workspace_bytes:
         out.append("activations took more than was planned for them: please report this")
