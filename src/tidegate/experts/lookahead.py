@@ -62,6 +62,7 @@ class Lookahead:
         self._busy, self._floor = 0.0, _FIRST_FLOOR
         self._idle_steps = 0
         self._trial = Trial(clock)
+        self._counts = True
 
     @property
     def threshold(self) -> float:
@@ -72,7 +73,7 @@ class Lookahead:
     def begin_step(self, num_rows: int) -> None:
         """A forward pass of so many rows starts."""
         self._open.clear()
-        self.wants_guesses = False
+        self.wants_guesses, self._counts = False, True
         if num_rows > MOST_ROWS:
             self._trial.skip_step()
             return
@@ -82,6 +83,7 @@ class Lookahead:
         if self._trial.begin_step(counters.misses + counters.prefetch_hits):
             self._idle_steps += 1
             self.wants_guesses = self._idle_steps <= _PATIENCE or self._idle_steps % _NAP_STEPS == 0
+        self._counts = self.wants_guesses  # where nobody asks, nothing more is spent
 
     def after_route(self, layer: int, needed: Collection[int]) -> None:
         """What the layer really needs: loads that nobody asked for are stopped, and curves and floor follow."""
@@ -96,7 +98,8 @@ class Lookahead:
             curve[0] += step * margin
             curve[1] += step * log_heat
             curve[2] += step
-        self._count(layer, needed)
+        if self._counts:
+            self._count(layer, needed)
 
     def foresee(self, layer: int, distance: int, ranked: Sequence[int], margins: Sequence[float]) -> None:
         """A guess for one row: the router of ``layer`` would choose the first of these experts, best first; there may be more
