@@ -93,15 +93,19 @@ class ExpertCache:
         without it the step is one access, however many tokens it had.
         """
         book = self._layers[layer]
-        if not self._is_scarce and not book.unused_prefetch:
-            slots = [book.slot_of.get(expert, -1) for expert in needed]
-            if -1 not in slots:  # nothing to load, and nothing will ever be evicted
-                self.counters.demand_hits += len(needed)
-                yield Placement(list(needed), slots)
-                return
         if layer == 0 and self._shares and self._shares.is_due:
             self._move_slots(self._shares.deal([one.capacity for one in self._layers]))
-        self._access(layer, needed, rows)
+        if self._is_scarce:  # otherwise nothing is ever evicted
+            self._access(layer, needed, rows)
+        slots = [book.slot_of.get(expert, -1) for expert in needed]
+        if -1 not in slots and book.unused_prefetch.isdisjoint(needed):  # most visits
+            self.counters.demand_hits += len(needed)
+            book.pinned.update(needed)
+            try:
+                yield Placement(list(needed), slots)
+            finally:
+                book.pinned.difference_update(needed)
+            return
         hits = [expert for expert in needed if expert in book.slot_of]
         misses = sorted(expert for expert in needed if expert not in book.slot_of)
         self._count(book, hits, misses)
@@ -135,7 +139,7 @@ class ExpertCache:
         if expert in book.slot_of:
             return False
         if not book.free:
-            candidates = [one for one in book.slot_of if one not in book.pinned and one not in keep]
+            candidates = list((book.slot_of.keys() - book.pinned).difference(keep))
             victim = book.policy.victim(candidates) if candidates else None
             if victim is None or book.policy.value(victim) >= value:
                 self.counters.prefetch_dropped += 1
@@ -191,7 +195,7 @@ class ExpertCache:
         for book, capacity in zip(self._layers, capacities, strict=True):
             while book.capacity > capacity:
                 if not book.free:
-                    candidates = [one for one in book.slot_of if one not in book.pinned]
+                    candidates = list(book.slot_of.keys() - book.pinned)
                     if not candidates:
                         break
                     self._evict(book, book.policy.victim(candidates))
@@ -220,8 +224,7 @@ class ExpertCache:
         for expert in group:
             if expert not in book.slot_of:
                 if not book.free:
-                    candidates = [resident for resident in book.slot_of if resident not in book.pinned]
-                    self._evict(book, book.policy.victim(candidates))
+                    self._evict(book, book.policy.victim(list(book.slot_of.keys() - book.pinned)))
                 self._insert(layer, expert, demand=True)
                 book.pinned.add(expert)
 

@@ -29,9 +29,8 @@ class ScoredPolicy(Policy):
             self._last_use[expert] = self._now
             self._count(expert)
 
-    @abstractmethod
     def _count(self, expert: int) -> None:
-        """One use of the expert, at time ``self._now``."""
+        """One use of the expert, at time ``self._now``, beyond what is kept anyway."""
 
     def on_insert(self, expert: int) -> None:
         pass
@@ -40,10 +39,12 @@ class ScoredPolicy(Policy):
         pass
 
     def victim(self, candidates: Sequence[int]) -> int:
-        scores = self._scores()
-        lowest = min(map(scores.__getitem__, candidates))
-        tied = [expert for expert in candidates if scores[expert] == lowest]
-        return tied[0] if len(tied) == 1 else min(tied, key=lambda expert: (self._last_use[expert], expert))
+        scores = list(map(self._scores().__getitem__, candidates))
+        lowest = min(scores)
+        if scores.count(lowest) == 1:
+            return candidates[scores.index(lowest)]
+        tied = [expert for expert, score in zip(candidates, scores, strict=True) if score == lowest]
+        return min(tied, key=lambda expert: (self._last_use[expert], expert))
 
     def ranks(self, experts: Sequence[int]) -> list[int]:
         scores = self._scores()
@@ -59,9 +60,6 @@ class ScoredPolicy(Policy):
 
 class Lru(ScoredPolicy):
     """Least recently used."""
-
-    def _count(self, expert: int) -> None:
-        pass
 
     def value(self, expert: int) -> float:
         return float(self._last_use[expert])
@@ -115,10 +113,11 @@ class DecayedLfu(ScoredPolicy):
         if self._weight > _RESCALE_ABOVE:
             self._heat = [heat / self._weight for heat in self._heat]
             self._weight = 1.0
-        super().on_access(experts)
-
-    def _count(self, expert: int) -> None:
-        self._heat[expert] += self._weight
+        self._now += 1
+        last_use, heat, now, weight = self._last_use, self._heat, self._now, self._weight
+        for expert in experts:  # this runs for every layer of every token
+            last_use[expert] = now
+            heat[expert] += weight
 
     def value(self, expert: int) -> float:
         return self._heat[expert] / self._weight
