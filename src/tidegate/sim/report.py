@@ -64,9 +64,11 @@ def _plots(rows: Rows, facts: dict[str, Any]) -> list[tuple[str, str, str, Draw]
     layer = rows.num_layers // 2
     curves, lag, union = facts["hit_curves"], facts["overlap"], facts["unions"]
     middle = "the middle layer" if rows.num_layers > 1 else "the layer"
+    everywhere = len(curves["layers"]) == rows.num_layers
+    which = "all layers" if everywhere else f"layers {_list(curves['layers'])}"
     return [
         ("hits", "Hit ratio against memory",
-         f"Share of needed experts that are in memory, one token a step, over layers {_list(curves['layers'])}, first "
+         f"Share of needed experts that are in memory, one token a step, over {which}, first "
          f"{curves['tokens']:,} tokens. Belady knows the future; bypass may also refuse to keep an expert.",
          lambda axes: _draw_curves(axes, facts)),
         ("heat", f"Which experts work when, in {middle}",
@@ -186,13 +188,14 @@ def _page(facts: dict[str, Any], sections: list[str]) -> str:
         f"<tr><td>{html.escape(name)}</td>{''.join(f'<td>{value:.1%}</td>' for value in values)}</tr>"
         for name, values in curves["hit_ratio"].items()
     )
+    grouped = facts["pairs"]["group_share_ratio"]
     cards = {
         f"{facts['num_layers']} x {facts['num_experts']}, top {facts['num_experts_per_tok']}": "MoE layers x experts",
         f"{facts['load']['top_quarter_ratio']:.0%}": "of the work by the busiest quarter",
         f"{facts['load']['entropy_ratio']:.2f}": "entropy of the load (1 is even)",
         f"{facts['overlap']['overlap_ratio'][0]:.0%}" if facts["overlap"]["overlap_ratio"] else "-":
             "experts shared by neighbouring tokens",
-        f"{facts['pairs']['group_share_ratio']}": "pairs within groups, over chance",
+        "-" if grouped is None else f"{grouped:.1f} x chance": "pairs of experts within groups",
     }  # fmt: skip
     boxes = "".join(
         f'<div class="card"><b>{html.escape(k)}</b><span>{html.escape(v)}</span></div>' for k, v in cards.items()

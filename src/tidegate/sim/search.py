@@ -22,7 +22,7 @@ def search(
         import optuna  # noqa: PLC0415  (an optional extra)
     except ImportError:
         raise UsageError('--sweep optuna needs Optuna: pip install "tidegate[sweep]"') from None
-    optuna.logging.set_verbosity(optuna.logging.WARNING)
+    optuna.logging.set_verbosity(optuna.logging.ERROR)  # a trial that fails ends the search with its own error
     found: dict[Configuration, Result] = {}
 
     def objective(trial: Any) -> tuple[float, ...]:
