@@ -12,6 +12,7 @@ from engines import fixed_process, load_model
 from stores import deepseek_config, qwen_config, write_store
 from tidegate import _core
 from tidegate.errors import ReadFailed
+from tidegate.experts import lookahead
 from tidegate.experts.cache import ExpertCache
 from tidegate.experts.loader import NativeLoader
 from tidegate.experts.lookahead import DISTANCES
@@ -87,6 +88,7 @@ def test_the_engines_prefetch_runs_in_the_simulator(
         monkeypatch.setattr(loader, "busy_ratio", lambda self: 0.5)
     monkeypatch.setattr(ExpertCache, "cancel_refuted", lambda self, layer: [])
     monkeypatch.setattr(Trial, "begin_step", lambda self, num_loads: True)
+    monkeypatch.setattr(lookahead, "MOST_OF_SLOTS", 4.0)  # two sequences in layers of very few slots
     path = tmp_path / "t.trace"
     with load_model(store, sequences=2) as model:
         needs = model.plan.needs

@@ -12,6 +12,7 @@ from tidegate import _core
 from tidegate.checkpoint.store import ExpertStore
 from tidegate.cli import main
 from tidegate.errors import BudgetTooSmall, CorruptFile, UsageError
+from tidegate.experts import lookahead
 from tidegate.experts.cache import ExpertCache
 from tidegate.experts.gates_file import fingerprint
 from tidegate.experts.loader import NativeLoader
@@ -71,6 +72,7 @@ def test_the_simulator_issues_the_engines_loads(
         monkeypatch.setattr(loader, "busy_ratio", lambda self: 0.2)
     monkeypatch.setattr(ExpertCache, "cancel_refuted", lambda self, layer: [])
     monkeypatch.setattr(Trial, "begin_step", lambda self, num_loads: True)
+    monkeypatch.setattr(lookahead, "MOST_OF_SLOTS", 4.0)  # two sequences in layers of very few slots
     path, memory = tmp_path / "t.trace", _tight(store, files[kind])
     with load_model(store, memory=memory, sequences=2, predictor=files[kind]) as model:
         needs, slots = model.plan.needs, model.plan.slots

@@ -11,7 +11,7 @@ from stores import deepseek_config, qwen_config, write_store
 from tidegate import _core
 from tidegate.experts.base import ExpertKey
 from tidegate.experts.cache import ExpertCache
-from tidegate.experts.lookahead import AHEAD, MOST_ROWS, Lookahead
+from tidegate.experts.lookahead import AHEAD, MOST_ROWS, Lookahead, most_rows
 from tidegate.experts.policy import POLICIES
 from tidegate.sim.replay import InstantLoader
 
@@ -94,6 +94,15 @@ def test_an_idle_channel_lowers_the_bar_and_a_prompt_is_not_looked_at() -> None:
     assert idle.threshold < busy.threshold
     idle.begin_step(MOST_ROWS + 1)
     assert not idle.wants_guesses
+
+
+def test_several_tokens_at_once_are_looked_at_only_where_there_are_slots_for_it() -> None:
+    assert [most_rows(slots, 4) for slots in (4, 15, 16, 24, 32, 500)] == [1, 1, 2, 3, 4, MOST_ROWS]
+    _, lookahead, _ = _run(50, accuracy=0.9, busy=0.0)  # 10 slots
+    lookahead.begin_step(2)
+    assert not lookahead.wants_guesses
+    lookahead.begin_step(1)
+    assert lookahead.wants_guesses
 
 
 @pytest.fixture(scope="module", params=["qwen3_moe", "deepseek_v2"])

@@ -20,6 +20,9 @@ from tidegate.experts.trial import Trial
 AT_START, AHEAD = 0, 1
 DISTANCES = 2
 MOST_ROWS = 4  # a step of more tokens needs most experts anyway
+MOST_OF_SLOTS = (
+    0.5  # a step of several tokens that needs more of a layer's slots evicts what was loaded ahead before its turn
+)
 LEAST_HEAT, FADE = 0.1, 2.0 ** (-1 / 16)  # decayed counts halve in 16 steps
 Curve = tuple[float, float, float]  # factors of margin and of log(heat + LEAST_HEAT), and a constant
 
@@ -34,6 +37,11 @@ _FIRST_FLOOR, _RISE, _FALL, _STOPPED, _FORGETTING = 0.3, 3 / 128, 1 / 128, 0.5, 
 # Expert, distance, margin, logarithm of its heat, odds, whether it is being loaded.
 _Evidence = tuple[int, int, float, float, float, bool]
 _PATIENCE, _NAP_STEPS = 16, 16  # after so many steps in which no guess was worth a load, one in so many has guesses
+
+
+def most_rows(slots_per_layer: float, experts_per_token: int) -> int:
+    """Steps of more rows have no guesses."""
+    return max(1, min(MOST_ROWS, int(MOST_OF_SLOTS * slots_per_layer / experts_per_token)))
 
 
 class Lookahead:
@@ -60,6 +68,8 @@ class Lookahead:
         self._open: dict[int, list[_Evidence]] = {}
         self.wants_guesses = False
         self._busy, self._floor = 0.0, _FIRST_FLOOR
+        slots = sum(map(cache.capacity, range(cache.num_layers)))
+        self._most_rows = most_rows(slots / cache.num_layers, experts_per_token)
         self._idle_steps = 0
         self._trial = Trial(clock)
         self._counts = True
@@ -74,7 +84,7 @@ class Lookahead:
         """A forward pass of so many rows starts."""
         self._open.clear()
         self.wants_guesses, self._counts = False, True
-        if num_rows > MOST_ROWS:
+        if num_rows > self._most_rows:
             self._trial.skip_step()
             return
         self._busy += (self._busy_ratio() - self._busy) / 8

@@ -12,7 +12,7 @@ from math import comb
 
 from tidegate.engine.needs import PackedModel, Sizes
 from tidegate.experts.gates_file import GATES_FORMAT
-from tidegate.experts.lookahead import DISTANCES, MOST_ROWS
+from tidegate.experts.lookahead import DISTANCES, most_rows
 from tidegate.plan import Plan
 from tidegate.planner.machine import Machine
 from tidegate.quant.formats import Format
@@ -59,7 +59,7 @@ class StepClock:
         self._model, self._plan, self._sizes, self._machine = model, plan, sizes, machine
         self._memory = machine.memory_bytes_per_s(threads)
         self._scale = min(1.0, self._memory / machine.memory_bytes_per_s(machine.threads))
-        self._prefetches = prefetch and plan.resident_ratio < 1 and sizes.sequences <= MOST_ROWS
+        self._prefetches = prefetch and plan.resident_ratio < 1 and _has_guesses(plan, sizes)
         self._chunks_s: dict[tuple[int, int, int], float] = {}
         self.load_s = machine.load_s(plan.needs.slot_bytes) if model.layouts else 0.0
 
@@ -220,3 +220,8 @@ def _chunks(tokens: int, sequences: int, most: int) -> Iterator[tuple[_Segment, 
 def expected_union(num_experts: int, per_token: int, tokens: int) -> float:
     """Distinct experts that ``tokens`` tokens need, if they choose independently and evenly."""
     return num_experts * (1 - (1 - per_token / num_experts) ** tokens)
+
+
+def _has_guesses(plan: Plan, sizes: Sizes) -> bool:
+    needs = plan.needs
+    return sizes.sequences <= most_rows(sum(plan.slots) / max(1, needs.num_layers), max(1, needs.min_slots))
