@@ -129,6 +129,9 @@ class _HalfHere:
         self.counters = CacheCounters()
         self._here = frozenset(range(0, num_experts, 2))
 
+    def capacity(self, layer: int) -> int:
+        return len(self._here)
+
     def residents(self, layer: int) -> frozenset[int]:
         return self._here
 
