@@ -163,6 +163,9 @@ class _ChecksumBackend(Backend[np.ndarray]):
     def linear(self, x, weight):
         return x
 
+    def rank(self, scores, experts_per_token, width):
+        return [], []
+
     def attend(self, qkv, weights):
         return qkv
 

@@ -151,12 +151,10 @@ class ResidentSet(DecayedLfu):
 
     def on_access(self, experts: Sequence[int]) -> None:
         super().on_access(experts)
+        for expert in experts:
+            self._window[expert] += 1
         if self._now % self.every == 0:
             self._evaluate()
-
-    def _count(self, expert: int) -> None:
-        super()._count(expert)
-        self._window[expert] += 1
 
     def on_insert(self, expert: int) -> None:
         self._num_resident += 1
