@@ -10,7 +10,7 @@ from collections.abc import Callable
 import numpy as np
 
 _BLOCK_STEPS, _FIRST_BLOCKS = 8, 4  # blocks alternate at first; from then on
-_RARE_BLOCKS = 16  # one in so many tries what does not pay
+_RARE_BLOCKS = 32  # one in so many tries what does not pay
 _FADE = 0.97  # of what was seen, with every block
 _DOUBT = 0.02  # of a step's time: less than what so few steps can tell
 _OUTLIER = 4.0  # means: the process stood still, or nobody asked for anything
