@@ -7,6 +7,7 @@ import hashlib
 import json
 import os
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
@@ -15,7 +16,7 @@ import tidegate
 from tidegate import _core
 from tidegate.backends.base import KvLayout
 from tidegate.backends.cpu_workspace import StepShape, kinds_of_layers
-from tidegate.checkpoint.files import cache_folder
+from tidegate.checkpoint.files import cache_folder, whole_file
 from tidegate.model_config import ModelConfig
 from tidegate.quant.formats import Format
 from tidegate.quant.layout import ExpertLayout
@@ -63,13 +64,10 @@ def keep_peak(key: str, peak: Peak) -> None:
     file, kept = _file(), _kept()
     kept.pop(key, None)
     latest = list(kept.items())[1 - KEPT_SHAPES :]
-    partial = file.with_name(f"{_FILE}.{os.getpid()}")
-    try:
+    with suppress(OSError):
         file.parent.mkdir(parents=True, exist_ok=True)
-        partial.write_text(json.dumps(dict([*latest, (key, peak)])))
-        partial.rename(file)
-    except OSError:
-        partial.unlink(missing_ok=True)
+        with whole_file(file) as output:
+            output.write(json.dumps(dict([*latest, (key, peak)])).encode())
 
 
 def _kept() -> dict[str, Peak]:

@@ -20,9 +20,8 @@ from tidegate.experts.trial import Trial
 AT_START, AHEAD = 0, 1
 DISTANCES = 2
 MOST_ROWS = 4  # a step of more tokens needs most experts anyway
-MOST_OF_SLOTS = (
-    0.5  # a step of several tokens that needs more of a layer's slots evicts what was loaded ahead before its turn
-)
+# A step of several tokens that needs more of a layer's slots evicts what was loaded ahead before its turn.
+MOST_OF_SLOTS = 0.5
 LEAST_HEAT, FADE = 0.1, 2.0 ** (-1 / 16)  # decayed counts halve in 16 steps
 Curve = tuple[float, float, float]  # factors of margin and of log(heat + LEAST_HEAT), and a constant
 
