@@ -5,12 +5,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from tidegate.experts.base import CacheCounters
+from tidegate.experts.base import CacheCounters, InstantLoader
 from tidegate.experts.cache import ExpertCache
 from tidegate.experts.policy import POLICIES
 from tidegate.experts.trace import TraceReader
 from tidegate.sim.belady import belady_hits
-from tidegate.sim.replay import InstantLoader, steps
+from tidegate.sim.replay import steps
 
 TRACE = Path(__file__).parent / "data" / "gpt-oss-20b.trace"
 LAYERS = (0, 8, 16, 23)

@@ -9,11 +9,10 @@ import pytest
 from engines import fixed_process, load_model
 from stores import deepseek_config, qwen_config, write_store
 from tidegate import _core
-from tidegate.experts.base import ExpertKey
+from tidegate.experts.base import ExpertKey, InstantLoader
 from tidegate.experts.cache import ExpertCache
 from tidegate.experts.lookahead import AHEAD, MOST_ROWS, Lookahead, most_rows
 from tidegate.experts.policy import POLICIES
-from tidegate.sim.replay import InstantLoader
 
 __all__ = ["fixed_process"]
 NUM_EXPERTS, TOP_K, LAYERS = 32, 4, 3

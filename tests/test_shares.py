@@ -6,10 +6,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tidegate.experts.base import InstantLoader
 from tidegate.experts.cache import LATEST_TOKENS, ExpertCache
 from tidegate.experts.policy import POLICIES
 from tidegate.experts.shares import DEAL_EVERY, SlotShares
-from tidegate.sim.replay import InstantLoader
 
 NUM_EXPERTS = 24
 

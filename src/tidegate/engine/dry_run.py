@@ -17,6 +17,7 @@ from tidegate.backends.base import ByteArray, ExpertSlots, StepBatch
 from tidegate.engine.activation_peak import Peak
 from tidegate.engine.needs import Sizes
 from tidegate.errors import OverBudget
+from tidegate.experts.base import InstantLoader
 from tidegate.experts.cache import ExpertCache
 from tidegate.experts.policy import policy_factory
 from tidegate.model_config import ModelConfig
@@ -25,7 +26,6 @@ from tidegate.models.moe import Experts
 from tidegate.models.weights import ModelWeights
 from tidegate.plan import Plan
 from tidegate.quant.layout import ExpertLayout
-from tidegate.sim.replay import InstantLoader
 
 if TYPE_CHECKING:
     from tidegate.backends.cpu import CpuBackend

@@ -50,6 +50,22 @@ class Loader(ABC):
         """True once the bytes are there."""
 
 
+class InstantLoader(Loader):
+    """Every load is ready at once; counts nothing, because the cache does."""
+
+    def load(self, key: ExpertKey, slot: int, *, demand: bool) -> None:
+        pass
+
+    def cancel(self, slot: int) -> bool:
+        return True
+
+    def promote(self, slot: int) -> None:
+        pass
+
+    def is_ready(self, slot: int) -> bool:
+        return True
+
+
 class Policy(ABC):
     """Names the victim of one layer. Sees every access; decides nothing about pins or prefetch.
 

@@ -6,11 +6,12 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from tidegate.errors import UsageError
+from tidegate.experts.base import InstantLoader
 from tidegate.experts.cache import ExpertCache
 from tidegate.experts.policy import policy_factory
 from tidegate.experts.trace import TraceReader
 from tidegate.planner.routing import HitRates
-from tidegate.sim.replay import InstantLoader, whole_steps
+from tidegate.sim.replay import whole_steps
 
 
 def replayed_hits(trace: Path, slots: Sequence[int], num_experts: int, policy: str, sequences: int) -> HitRates:

@@ -12,11 +12,11 @@ from typing import Any
 
 import numpy as np
 
+from tidegate.experts.base import InstantLoader
 from tidegate.experts.cache import ExpertCache
 from tidegate.experts.policy import POLICIES
 from tidegate.sim.belady import belady_hits
 from tidegate.sim.groups import co_activation, grouped, lift
-from tidegate.sim.replay import InstantLoader
 from tidegate.sim.rows import Array, Rows
 
 LAGS = (1, 2, 4, 8, 16, 32, 64, 128, 256)

@@ -16,6 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tidegate.backends.reference_math import ranked_margins
+from tidegate.experts.base import InstantLoader
 from tidegate.experts.cache import ExpertCache
 from tidegate.experts.gates_file import Gate, next_gate, start_gate
 from tidegate.experts.lookahead import AHEAD, AT_START, DISTANCES, FADE, LEAST_HEAT, Curve
@@ -23,7 +24,6 @@ from tidegate.experts.policy import DEFAULT_POLICY, policy_factory
 from tidegate.model_config import MoeConfig
 from tidegate.models.guesses import own_gate, ranking_scores
 from tidegate.models.weights import MoeWeights
-from tidegate.sim.replay import InstantLoader
 
 Array = NDArray[Any]
 F32 = NDArray[np.float32]

@@ -12,28 +12,12 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from tidegate.experts.base import CacheCounters, ExpertKey, Loader
+from tidegate.experts.base import CacheCounters, InstantLoader
 from tidegate.experts.cache import ExpertCache
 from tidegate.experts.policy import PolicyFactory
 from tidegate.experts.trace import TraceChunk
 
 Array = NDArray[Any]
-
-
-class InstantLoader(Loader):
-    """Every load is ready at once; counts nothing, because the cache does."""
-
-    def load(self, key: ExpertKey, slot: int, *, demand: bool) -> None:
-        pass
-
-    def cancel(self, slot: int) -> bool:
-        return True
-
-    def promote(self, slot: int) -> None:
-        pass
-
-    def is_ready(self, slot: int) -> bool:
-        return True
 
 
 @dataclass(frozen=True)

@@ -13,10 +13,10 @@ from typing import Any
 
 import numpy as np
 
+from tidegate.experts.base import InstantLoader
 from tidegate.experts.cache import ExpertCache
 from tidegate.experts.policy import PolicyFactory
 from tidegate.experts.predictor import Predictor
-from tidegate.sim.replay import InstantLoader
 from tidegate.sim.rows import Array, Rows
 
 _BINS = 10
