@@ -116,6 +116,13 @@ int MoeStep::run(const std::vector<int>& experts, const std::vector<int>& slots,
   return -1;
 }
 
+std::vector<int> MoeStep::experts() const {
+  std::vector<int> chosen;
+  for (std::size_t e = 0; e + 1 < starts_.size(); ++e)
+    if (starts_[e] < starts_[e + 1]) chosen.push_back(static_cast<int>(e));
+  return chosen;
+}
+
 void MoeStep::compute_batch(std::vector<Expert>& batch) {
   const Scratch scratch(compute_.workspace);
   bool any_gathered = false;
@@ -249,6 +256,22 @@ Matrix MoeStep::finish() {
   });
   compute_.workspace.release(mark_);
   return out_;
+}
+
+AtHand moe_at_hand(Compute& compute, const Matrix& x, const RouterParams& router, const ExpertLayout& layout,
+                   const ActivationParams& activation, const std::int32_t* slots, SlotSource& source) {
+  const auto pairs = static_cast<std::size_t>(x.rows * router.top_k);
+  std::vector<std::int32_t> ids(pairs);
+  std::vector<float> weights(pairs);
+  route(compute, x, router, ids.data(), weights.data());
+  const auto is_here = [&](std::int32_t expert) { return slots[expert] >= 0 && source.is_ready(slots[expert]); };
+  if (!std::all_of(ids.begin(), ids.end(), is_here)) return {};
+  MoeStep step(compute, x, ids.data(), weights.data(), router.top_k, layout, activation);
+  const std::vector<int> experts = step.experts();
+  std::vector<int> chosen;
+  for (int expert : experts) chosen.push_back(slots[expert]);
+  if (step.run(experts, chosen, source) >= 0) throw std::logic_error("moe: an expert that was here is gone");
+  return {step.finish(), static_cast<int>(experts.size())};
 }
 
 }  // namespace tidegate

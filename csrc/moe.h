@@ -7,6 +7,7 @@
 #include <vector>
 
 #include "linear.h"
+#include "route.h"
 #include "slots.h"
 
 namespace tidegate {
@@ -30,6 +31,9 @@ class MoeStep {
   // Computes these experts: those whose slot is ready first, then whatever becomes ready. Returns -1, or the slot whose
   // load failed; the step cannot be finished then. Experts that no token chose are not waited for.
   int run(const std::vector<int>& experts, const std::vector<int>& slots, SlotSource& source);
+
+  // Those that some token chose, ascending.
+  std::vector<int> experts() const;
 
   // [T, D]. Throws std::logic_error if some pair's expert was in no placement, or was in two.
   Matrix finish();
@@ -57,5 +61,14 @@ class MoeStep {
   std::vector<std::int64_t> starts_;      // where each expert's pairs begin in by_expert_
   std::int64_t pairs_done_ = 0;
 };
+
+// A whole layer of rows that are normed already: routed, and computed by experts that are all ready, expert e in slot
+// `slots`[e]. Returns how many experts it took, or 0 and no result if some have no slot (-1) or are still on their way.
+struct AtHand {
+  Matrix out;
+  int num_experts = 0;
+};
+AtHand moe_at_hand(Compute& compute, const Matrix& x, const RouterParams& router, const ExpertLayout& layout,
+                   const ActivationParams& activation, const std::int32_t* slots, SlotSource& source);
 
 }  // namespace tidegate

@@ -173,6 +173,25 @@ def test_prefetch_is_counted_promoted_and_guarded():
     cache.check_integrity()
 
 
+def test_at_hand_is_what_was_used_where_nothing_is_evicted():
+    loader = RecordingLoader(instant=False)
+    cache = ExpertCache([4, 4], 4, POLICIES["lru"], loader)
+    cache.prefetch(0, 3, value=float("inf"))
+    for placement in cache.visit(0, [1, 2]):
+        loader.loading.clear()
+        assert list(cache.at_hand(0)) == [-1, *placement.slots, -1], "3 was not used yet"
+    assert list(cache.at_hand(1)) == [-1] * 4
+    [placement] = cache.visit(0, [3])
+    assert cache.at_hand(0)[3] == placement.slots[0] and cache.counters.prefetch_hits == 1
+    for _ in cache.visit(0, [0, 3]):
+        assert cache.at_hand(0)[0] >= 0
+        break  # 0 never arrives
+    assert cache.at_hand(0)[0] == -1
+    cache.count_hits(3)
+    assert cache.counters.demand_hits == 4 and cache.counters.misses == 3
+    assert ExpertCache([3, 4], 4, POLICIES["lru"], loader).at_hand(1) is None
+
+
 def test_an_unknown_policy_is_named_with_the_choices():
     with pytest.raises(UsageError, match=r"--policy 'mru'.*decayed-lfu, lru, lfu, lfru"):
         policy_factory("mru")

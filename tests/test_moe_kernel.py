@@ -4,6 +4,7 @@ T tokens, D hidden, F expert width, E experts, K experts per token.
 """
 
 import zlib
+from array import array
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -12,13 +13,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from attention_cases import cpu_backend
 from kernel_cases import ISAS, OPS, make_ops
 from tidegate import _core
-from tidegate.backends.base import ExpertSlots, Routing
+from tidegate.backends.base import ExpertSlots, Norm, Router, Routing
 from tidegate.backends.reference import ReferenceBackend
 from tidegate.errors import ReadFailed
 from tidegate.experts.base import ExpertKey, Placement
 from tidegate.experts.loader import Blob, LoaderOptions, NativeLoader
+from tidegate.model_config import MoeConfig
 from tidegate.quant import pack
 from tidegate.quant.formats import Format
 from tidegate.quant.layout import ExpertLayout
@@ -132,6 +135,59 @@ def test_many_tokens_on_one_expert():
     out = [moe(OPS[ISAS[0], threads], case) for threads in (1, 3)]
     np.testing.assert_array_equal(out[0], out[1])
     np.testing.assert_array_equal(out[0][700], moe(OPS[ISAS[0], 1], case, rows=slice(700, 701))[0])
+
+
+@given(
+    st.integers(0, 2**32 - 1), st.integers(1, 20), st.tuples(st.integers(1, 9), st.integers(1, 4)), st.sampled_from(FORMATS),
+    st.sampled_from(ISAS),
+)  # fmt: skip
+@settings(max_examples=40, deadline=None)
+def test_a_layer_at_hand_is_norm_route_and_moe(seed, tokens, counts, fmt, isa):
+    experts, k = counts[0], min(counts)
+    case = make_case(seed, tokens, 40, 24, experts, k, fmt)
+    rng = np.random.default_rng(seed)
+    norm = Norm(rng.standard_normal(40).astype(np.float32), None, 1e-5)
+    router = Router(rng.standard_normal((experts, 40), np.float32), None, None, MoeConfig(experts, k, 24, "softmax"))
+    slot_of = rng.permutation(experts).tolist()
+    slots = MemorySlots(case.blobs_EB[np.argsort(slot_of)])
+    slots.native = _core.ReadySlots(list(slots.blobs_EB))
+    backend = cpu_backend(isa=isa)
+    x = backend.compute.from_numpy(case.x_TD)
+    normed, routing = backend.norm_route(x, norm, router)
+    needed = sorted(set(routing.topk_expert_ids_TK.ravel().tolist()))
+    placements = [Placement(needed, [slot_of[expert] for expert in needed])]
+    wanted = backend.compute.numpy(backend.moe(normed, routing, case.layout, placements, slots, SILU)).copy()
+
+    def at_hand(slot_of_E):
+        return backend.moe_at_hand(x, norm, router, case.layout, slots, array("i", slot_of_E), SILU)
+
+    _, out, num_experts = at_hand(slot_of)
+    assert num_experts == len(needed)
+    np.testing.assert_array_equal(backend.compute.numpy(out), wanted)
+    level = backend.mark()
+    nowhere = int(rng.integers(experts))
+    gone = at_hand([-1 if expert == nowhere else slot for expert, slot in enumerate(slot_of)])
+    assert (gone is None) == (nowhere in needed) and (gone is not None or backend.mark() == level)
+    with pytest.raises(ValueError, match="one slot an expert"):
+        at_hand([*slot_of, 0])
+
+
+def test_a_layer_whose_expert_is_still_loading_is_not_at_hand(tmp_path):
+    case = make_case(7, 1, 64, 64, 2, 2, Format.parse("int8-g32"))
+    router = Router(np.zeros((2, 64), np.float32), None, None, MoeConfig(2, 2, 64, "softmax"))
+    backend, norm = cpu_backend(), Norm(np.ones(64, np.float32), None, 1e-5)
+    loader = make_loader(tmp_path, case, _core.FaultyReader(seed=1, max_delay_us=100_000), 2)
+    try:
+        x, args = backend.compute.from_numpy(case.x_TD), (norm, router, case.layout, loader, array("i", [0, 1]), SILU)
+        for expert in range(2):
+            loader.load(ExpertKey(0, expert), expert, demand=True)
+        found, was_ready = backend.moe_at_hand(x, *args), loader.is_ready(1)
+        assert found is None or was_ready
+        for slot in range(2):
+            loader.wait(slot)
+        assert backend.moe_at_hand(x, *args)[2] == 2
+    finally:
+        loader.close()
 
 
 def test_an_expert_that_is_missing_or_given_twice_is_an_error():

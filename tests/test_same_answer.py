@@ -1,6 +1,7 @@
 """Logits are the same to the bit for every budget, policy, thread count, prefill chunk, batch, way of reading and
 instruction set, with late reads."""
 
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 
@@ -9,10 +10,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from engines import fixed_process, load_model, record_logits
+from engines import TIMELESS_COUNTERS, fixed_process, load_model, record_logits
 from stores import deepseek_config, qwen_config, write_store
 from tidegate import _core
 from tidegate.config import SamplingOptions
+from tidegate.experts.cache import ExpertCache
 from tidegate.experts.predictor_file import save_predictor
 from tidegate.experts.trace import TraceReader
 from tidegate.sim.fit import fit_predictor
@@ -134,3 +136,23 @@ def test_an_int8_kv_cache_gives_one_answer_near_the_usual_one(family: tuple[Path
             assert np.array_equal(model.logits(tokens), want), changes
     error = np.sqrt(np.mean((want - usual) ** 2)) / np.std(usual)
     assert 0 < error < 0.2, error
+
+
+def test_a_layer_in_memory_is_one_call_with_the_same_answer_and_counts(
+    family: tuple[Path, dict[str, object]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store, wanted = family
+    visits, visit = [], ExpertCache.visit
+    monkeypatch.setattr(ExpertCache, "visit", lambda *args: visits.append(1) or visit(*args))
+    found = []
+    for is_recorded in (True, False):
+        visits.clear()
+        with load_model(store, prefetch="off", threads=1) as model:
+            with model.trace(tmp_path / "t.trace") if is_recorded else nullcontext():
+                done = model.generate(PROMPT, max_tokens=60, ignore_eos=True)
+            assert done.token_ids[:ANSWER] == wanted["ids"]
+            counters = model._runtime.cache.counters
+            found.append((done.token_ids, [getattr(counters, name) for name in TIMELESS_COUNTERS], len(visits)))
+    recorded, alone = found
+    assert recorded[:2] == alone[:2]
+    assert alone[2] < recorded[2] / 2, found

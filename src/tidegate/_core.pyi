@@ -1,5 +1,6 @@
 """Native core (csrc/). One section a header, in the order of bindings.cc."""
 
+from array import array
 from collections.abc import Sequence
 from enum import Enum
 
@@ -121,6 +122,16 @@ def route(compute: Compute, x: Matrix, router: RouterParams) -> tuple[I32Array, 
 def norm_route(
     compute: Compute, x: Matrix, norm: NormWeights, router: RouterParams
 ) -> tuple[Matrix, I32Array, F32Array]: ...
+def norm_route_moe(
+    compute: Compute,
+    x: Matrix,
+    norm: NormWeights,
+    router: RouterParams,
+    layout: ExpertLayout,
+    activation: ActivationParams,
+    slots: array[int],
+    source: SlotSource,
+) -> tuple[Matrix, Matrix, int] | None: ...
 def rank(scores: Matrix, top_k: int, most: int) -> tuple[list[list[int]], list[list[float]]]: ...
 def guess(
     compute: Compute, x: Matrix, norm: NormWeights | None, gate: PackedMatrix, top_k: int, most: int

@@ -10,6 +10,7 @@ inputs unless they say so.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from array import array
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Generic, TypeVar
@@ -257,6 +258,20 @@ class Backend(ABC, Generic[A]):
         """[T, D] -> [T, D]: sum over k = 0..K-1, in that order, of weight * expert(x). ``placements`` is lazy: each is
         acquired when the iterator advances and may be evicted after the next advance; together they hold every needed
         expert once. ``activation`` = (name, alpha, limit) of ModelConfig."""
+
+    def moe_at_hand(
+        self,
+        x: A,
+        norm: Norm,
+        router: Router,
+        layout: ExpertLayout,
+        slots: ExpertSlots,
+        slot_of_E: array[int],
+        activation: tuple[str, float, float],
+    ) -> tuple[A, A, int] | None:
+        """``norm_route`` and ``moe`` in one call: ``x`` normed, the sum, and of how many experts; ``slot_of_E`` says where each
+        expert is, -1 if nowhere. None, and nothing done, if one of them is not ready, or where calls cost nothing."""
+        return None
 
     @abstractmethod
     def gated_mlp(self, x: A, gate_up: Linear, down: Linear, activation: tuple[str, float, float]) -> A:

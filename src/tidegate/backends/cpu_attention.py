@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from array import array
+
 import numpy as np
 
 from tidegate import _core
@@ -9,6 +11,7 @@ from tidegate._core import Matrix
 from tidegate.backends.base import (
     AttentionWeights,
     ByteArray,
+    ExpertSlots,
     KvLayout,
     Linear,
     Norm,
@@ -19,6 +22,7 @@ from tidegate.backends.base import (
     StepBatch,
 )
 from tidegate.backends.cpu_linear import LinearOps
+from tidegate.quant.layout import ExpertLayout
 
 
 class AttentionOps(LinearOps):
@@ -73,6 +77,31 @@ class AttentionOps(LinearOps):
         params = known[0] if known else self._make_router(router)
         normed, ids_TK, weights_TK = _core.norm_route(self.compute, x, self._norm(norm), params)
         return normed, Routing(ids_TK, weights_TK)
+
+    def moe_at_hand(
+        self,
+        x: Matrix,
+        norm: Norm,
+        router: Router,
+        layout: ExpertLayout,
+        slots: ExpertSlots,
+        slot_of_E: array[int],
+        activation: tuple[str, float, float],
+    ) -> tuple[Matrix, Matrix, int] | None:
+        if slots.native is None:
+            return None
+        known = self._routers.get(id(router))
+        params = known[0] if known else self._make_router(router)
+        return _core.norm_route_moe(
+            self.compute,
+            x,
+            self._norm(norm),
+            params,
+            self._layout(layout),
+            self._activation(activation),
+            slot_of_E,
+            slots.native,
+        )
 
     def rank(self, scores: Matrix, top_k: int, most: int) -> Ranking:
         return _core.rank(scores, top_k, most)

@@ -7,6 +7,7 @@ pins what is there, loads what is not, and never evicts an expert that the same 
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Collection, Generator, KeysView, Sequence
 
 from tidegate.experts.base import CacheCounters, ExpertKey, Loader, Placement
@@ -27,6 +28,7 @@ class _Layer:
         self.pinned: set[int] = set()
         self.unused_prefetch: set[int] = set()
         self.policy = make_policy(num_experts)
+        self.slot_of_E = array("i", [-1]) * num_experts  # of those that were used, where nothing is ever evicted
 
 
 class ExpertCache:
@@ -77,6 +79,15 @@ class ExpertCache:
         """The same, as it changes."""
         return self._layers[layer].slot_of.keys()
 
+    def at_hand(self, layer: int) -> array[int] | None:
+        """Slots by expert id, -1 for one that was never used, if a visit of these experts has nothing to decide or to count but
+        hits (``count_hits``); they may still be loading. None where experts can be evicted."""
+        return None if self._is_scarce else self._layers[layer].slot_of_E
+
+    def count_hits(self, count: int) -> None:
+        """So many experts that were ``at_hand`` were used without a visit."""
+        self.counters.demand_hits += count
+
     def worth(self, layer: int, odds: float) -> float:
         """The policy value of an expert that is needed with these odds, for ``prefetch``."""
         return self._layers[layer].policy.worth(odds)
@@ -126,7 +137,10 @@ class ExpertCache:
                 if following and len(book.pinned) + len(following) <= book.capacity:
                     self._pin(layer, following)
                     held.append(following)
-                yield Placement(group, [book.slot_of[expert] for expert in group])
+                slots = [book.slot_of[expert] for expert in group]
+                for expert, slot in zip(group, slots, strict=True) if not self._is_scarce else ():
+                    book.slot_of_E[expert] = slot
+                yield Placement(group, slots)
                 book.pinned.difference_update(held.pop(0))
         finally:
             for group in held:
@@ -246,6 +260,7 @@ class ExpertCache:
 
     def _drop(self, book: _Layer, expert: int) -> None:
         book.free.append(book.slot_of.pop(expert))
+        book.slot_of_E[expert] = -1
         self._num_absent += 1
         book.unused_prefetch.discard(expert)
         book.policy.on_evict(expert)

@@ -9,7 +9,7 @@
 
 Experts outer, tokens inner: however many tokens the step has, an expert is loaded once for all of them. When the layer
 needs more experts than it has slots, the cache yields them in several placements, and each slot is reused only after
-the backend has moved on to the next.
+the backend has moved on to the next. Where nothing is ever evicted and nobody looks on, all of it is one call of the backend.
 
 T tokens of the step, D hidden, K experts per token.
 """
@@ -17,6 +17,7 @@ T tokens of the step, D hidden, K experts per token.
 from __future__ import annotations
 
 import time
+from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import chain
@@ -92,6 +93,12 @@ class Experts:
         wanted = (lookahead is not None and lookahead.wants_guesses) or (trace is not None and trace.wants_guesses)
         return self.guesser if wanted else None
 
+    def at_hand(self, layer: int) -> array[int] | None:
+        """``ExpertCache.at_hand``, if nobody wants to know what the router chooses."""
+        if self.lookahead is None and self.foreseer is None and self.trace is None:
+            return self.cache.at_hand(layer)
+        return None
+
     def tell(self, guess: Guess | None) -> None:
         """Pass a guess on to whoever wants it."""
         if guess is None:
@@ -116,6 +123,15 @@ class MoeBlock(Generic[A]):
         """[T, D] -> [T, D], to be added to x. Raises ReadFailed or CorruptFile if an expert cannot be read; the cache is
         consistent then."""
         backend, weights, experts = self._backend, self._weights, self._experts
+        slot_of_E = experts.at_hand(weights.layer)
+        if slot_of_E is not None:  # most likely everything is in memory
+            found = backend.moe_at_hand(
+                x, weights.norm, weights.router, self._layout, experts.slots, slot_of_E, self._activation
+            )
+            if found is not None:
+                x, out, num_experts = found
+                experts.cache.count_hits(num_experts)
+                return self._add_shared(out, self._shared(x), x)
         x, routing = backend.norm_route(x, weights.norm, weights.router)
         if experts.trace is not None:
             hidden_TD = backend.numpy(x) if experts.trace.wants_hidden else None
@@ -136,12 +152,7 @@ class MoeBlock(Generic[A]):
             out = backend.moe(x, routing, self._layout, everything, experts.slots, self._activation)
         finally:
             placements.close()  # unpins whatever an error left pinned
-
-        if shared is None:
-            return out
-        if weights.shared_gate is None:
-            return backend.add(out, shared)
-        return backend.add_gated(out, shared, x, weights.shared_gate)
+        return self._add_shared(out, shared, x)
 
     def at_start(self, x: A) -> None:
         """``x`` [T, D]: the hidden state that the layer's attention is about to read. Loads may be on their way from here on."""
@@ -173,3 +184,10 @@ class MoeBlock(Generic[A]):
         if weights.shared_gate_up is None or weights.shared_down is None:
             return None
         return self._backend.gated_mlp(x, weights.shared_gate_up, weights.shared_down, self._activation)
+
+    def _add_shared(self, out: A, shared: A | None, x: A) -> A:
+        if shared is None:
+            return out
+        if self._weights.shared_gate is None:
+            return self._backend.add(out, shared)
+        return self._backend.add_gated(out, shared, x, self._weights.shared_gate)
