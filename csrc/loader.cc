@@ -69,7 +69,7 @@ void Loader::enqueue(int slot, bool first) {
   first ? queue.push_front(slot) : queue.push_back(slot);
   s.queued = true;
   num_demand_queued_.store(static_cast<int>(demand_.size()), std::memory_order_relaxed);
-  work_ready_.notify_one();
+  if (num_asleep_ > 0) g_bell.ask();
 }
 
 // Behind mutex_.
@@ -142,6 +142,7 @@ const std::uint8_t* Loader::wait_ready(int slot) {
   int state = s.state.load(std::memory_order_acquire);
   if (state == loading) {
     const std::int64_t start_ns = now_ns();
+    g_bell.ring_if_wanted();  // an idle thread that was asked to may have lost its core
     for (int i = 0; i < kSpins && state == loading; ++i) {
       pause_briefly();
       state = s.state.load(std::memory_order_acquire);
@@ -193,7 +194,7 @@ void Loader::close() {
     }
     demand_.clear();
     speculative_.clear();
-    work_ready_.notify_all();
+    g_bell.ask();
   }
   for (std::thread& thread : threads_) thread.join();
   threads_.clear();
@@ -206,7 +207,10 @@ void Loader::work() {
   for (;;) {
     while (!closing_ && demand_.empty() && speculative_.empty()) {
       if (++num_asleep_ == options_.num_threads) want_core(false);
-      work_ready_.wait(lock);
+      const std::uint32_t rings = g_bell.rings();
+      lock.unlock();
+      g_bell.sleep(rings);
+      lock.lock();
       --num_asleep_;
     }
     if (closing_) return;

@@ -4,7 +4,6 @@
 // state is one atomic a slot, which compute waits on; the queues are behind one mutex, never held during a read.
 #pragma once
 #include <atomic>
-#include <condition_variable>
 #include <cstdint>
 #include <deque>
 #include <memory>
@@ -131,7 +130,6 @@ class Loader final : public SlotSource {
   std::unique_ptr<Slot[]> slots_;
 
   mutable std::mutex mutex_;
-  std::condition_variable work_ready_;
   std::deque<int> demand_;
   std::deque<int> speculative_;
   std::atomic<int> num_demand_queued_{0};

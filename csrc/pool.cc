@@ -78,6 +78,7 @@ void Pool::run(std::int64_t count, std::int64_t grain, Call call, void* self) {
     wakeups_.fetch_add(1);
     wakeups_.notify_all();
   }
+  g_bell.ring_if_wanted();  // see Loader::wait_ready
   while (work_one(0)) {
   }
   const auto finished = [this] { return unfinished_.load(std::memory_order_acquire) == 0; };
@@ -133,7 +134,14 @@ bool Pool::has_work() const {
 void Pool::worker(int thread) {
   const auto work_or_stop = [this] { return has_work() || stop_.load(); };
   while (!stop_.load()) {
-    if (work_one(thread) || spin_until(work_or_stop)) continue;
+    if (work_one(thread)) continue;
+    g_bell.enter();
+    const bool found = spin_until([&] {
+      g_bell.ring_if_wanted();
+      return work_or_stop();
+    });
+    g_bell.leave();
+    if (found) continue;
     // Announce the sleep before the last look, so that run() either sees a sleeper or this thread sees the job.
     const std::uint32_t seen = wakeups_.load();
     sleepers_.fetch_add(1, std::memory_order_seq_cst);

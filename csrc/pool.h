@@ -3,6 +3,7 @@
 // of what another one has left. So a thread that loses its core delays the others by one chunk at most.
 #pragma once
 #include <atomic>
+#include <condition_variable>
 #include <cstdint>
 #include <mutex>
 #include <thread>
@@ -14,6 +15,47 @@ namespace tidegate {
 // While it is above 0 some other thread of this process is about to need a core for a moment, and threads that only wait
 // offer theirs at every turn. A kernel that preempts lazily (Linux from 6.12 on) does not take it from them.
 inline std::atomic<int> g_cores_wanted{0};
+
+// Threads of this process sleep on it, and somebody wakes them now and then. That takes a system call, after which the kernel
+// may well give the caller's core to whom it woke; so an idle thread of a pool makes it, if there is one. Not an atomic's
+// wait(), which yields before it sleeps: to whoever has yielded the kernel gives its core late.
+class Bell {
+ public:
+  // To be compared before going to sleep.
+  std::uint32_t rings() const { return rings_.load(std::memory_order_seq_cst); }
+  void sleep(std::uint32_t rings_seen) {
+    std::unique_lock lock(mutex_);
+    rung_.wait(lock, [&] { return rings_.load(std::memory_order_relaxed) != rings_seen; });
+  }
+  // All sleepers will wake up soon.
+  void ask() {
+    wanted_.store(true, std::memory_order_seq_cst);
+    if (idle_threads_.load(std::memory_order_seq_cst) == 0) ring_if_wanted();
+  }
+
+  // A pool's thread has nothing to do until leave(), and calls ring_if_wanted() again and again meanwhile.
+  void enter() { idle_threads_.fetch_add(1, std::memory_order_seq_cst); }
+  void leave() {
+    idle_threads_.fetch_sub(1, std::memory_order_seq_cst);
+    ring_if_wanted();
+  }
+  void ring_if_wanted() {
+    if (!wanted_.load(std::memory_order_seq_cst) || !wanted_.exchange(false, std::memory_order_seq_cst)) return;
+    {
+      const std::lock_guard lock(mutex_);
+      rings_.fetch_add(1, std::memory_order_seq_cst);
+    }
+    rung_.notify_all();
+  }
+
+ private:
+  std::mutex mutex_;
+  std::condition_variable rung_;
+  std::atomic<std::uint32_t> rings_{0};
+  std::atomic<bool> wanted_{false};
+  std::atomic<int> idle_threads_{0};
+};
+inline Bell g_bell;
 
 class Pool {
  public:
