@@ -24,6 +24,10 @@ namespace {
 
 const float* data_or_null(const std::optional<F32Vector>& array) { return array ? array->data() : nullptr; }
 
+void require_said(const F32Out& said, std::int64_t size) {
+  if (static_cast<std::int64_t>(said.size()) != size) throw std::invalid_argument("said_E: wants a number for each expert");
+}
+
 void require_size(const char* what, const std::optional<F32Vector>& array, std::int64_t size) {
   if (array && static_cast<std::int64_t>(array->size()) != size)
     throw std::invalid_argument(std::string(what) + " has " + std::to_string(array->size()) + " numbers, wanted " +
@@ -165,18 +169,19 @@ void bind_route(nb::module_& m) {
   nb::class_<RouterParams>(m, "RouterParams", "Router weights and the rule of choice.")
       .def("__init__", [](RouterParams* self, const F32Rows& weight, const std::optional<F32Vector>& bias,
                           const std::optional<F32Vector>& correction, int top_k, const std::string& scoring, bool normalize,
-                          double scaling, int num_groups, int topk_groups, int group_best, double jitter) {
+                          double scaling, int num_groups, int topk_groups, int group_best, double jitter, const F32Out& said) {
         const int experts = static_cast<int>(weight.shape(0));
         require_size("router bias", bias, experts);
         require_size("router correction", correction, experts);
+        require_said(said, experts);
         const RouterParams r{weight.data(), data_or_null(bias), data_or_null(correction),
                              static_cast<std::int64_t>(weight.shape(1)), experts, top_k, parse_scoring(scoring), normalize,
-                             scaling, num_groups, topk_groups, group_best, jitter};
+                             scaling, num_groups, topk_groups, group_best, jitter, said.data()};
         check_router(r);
         new (self) RouterParams(r);
       }, "weight_ED"_a.noconvert(), "bias_E"_a.noconvert().none(), "correction_E"_a.noconvert().none(), "top_k"_a, "scoring"_a,
-           "normalize"_a, "scaling"_a, "num_groups"_a, "topk_groups"_a, "group_best"_a, "jitter"_a, nb::keep_alive<1, 2>(),
-           nb::keep_alive<1, 3>(), nb::keep_alive<1, 4>());
+           "normalize"_a, "scaling"_a, "num_groups"_a, "topk_groups"_a, "group_best"_a, "jitter"_a, "said_E"_a.noconvert(),
+           nb::keep_alive<1, 2>(), nb::keep_alive<1, 3>(), nb::keep_alive<1, 4>(), nb::keep_alive<1, 13>());
   m.def("norm_route", &norm_route, "compute"_a, "x"_a, "norm"_a, "router"_a, "norm and route in one call: its result first.");
   m.def("norm_route_moe", &norm_route_moe, "compute"_a, "x"_a, "norm"_a, "router"_a, "layout"_a, "activation"_a, "slots"_a,
         "source"_a, "norm, route and experts that are all in memory in one call; None if they are not.");
@@ -185,11 +190,16 @@ void bind_route(nb::module_& m) {
     Ranking found = rank(scores, top_k, most);
     return std::tuple(std::move(found.experts), std::move(found.margins));
   }, "scores"_a, "top_k"_a, "most"_a, "(experts, margins), a list a row; see route.h.");
-  m.def("guess", [](Compute& compute, const Matrix& x, const NormWeights* weights, const PackedMatrix& gate, int top_k, int most) {
+  m.def("guess", [](Compute& compute, const Matrix& x, const NormWeights* weights, const PackedMatrix& gate, int top_k, int most,
+                    const F32Out& said) {
+    require_said(said, gate.n);
     const Scratch scratch(compute.workspace);
-    Ranking found = rank(linear(compute, weights != nullptr ? norm(compute, x, *weights) : x, gate), top_k, most);
+    const Matrix scores = linear(compute, weights != nullptr ? norm(compute, x, *weights) : x, gate);
+    mean_row(scores, said.data());
+    Ranking found = rank(scores, top_k, most);
     return std::tuple(std::move(found.experts), std::move(found.margins));
-  }, "compute"_a, "x"_a, "norm"_a.none(), "gate"_a, "top_k"_a, "most"_a, "norm, linear and rank in one call, which leaves nothing.");
+  }, "compute"_a, "x"_a, "norm"_a.none(), "gate"_a, "top_k"_a, "most"_a, "said_E"_a.noconvert(),
+        "norm, linear and rank in one call, which leaves the mean of its rows' scores in said_E and nothing else.");
 }
 
 // ---- sample.h ------------------------------------------------------------------------------------------------------------

@@ -141,6 +141,7 @@ void route(Compute& compute, const Matrix& x, const RouterParams& router, std::i
       chooser.choose(logits.row(t), ids + t * router.top_k, weights + t * router.top_k);
     }
   });
+  if (router.said != nullptr) mean_row(logits, router.said);
 }
 
 Ranking rank(const Matrix& scores, int top_k, int most) {
@@ -169,6 +170,13 @@ Ranking rank(const Matrix& scores, int top_k, int most) {
     out.margins.push_back(std::move(margins));
   }
   return out;
+}
+
+void mean_row(const Matrix& rows, float* out) {
+  std::fill_n(out, rows.cols, 0.0f);
+  for (std::int64_t t = 0; t < rows.rows; ++t)
+    for (std::int64_t c = 0; c < rows.cols; ++c) out[c] += rows.row(t)[c];
+  for (std::int64_t c = 0; c < rows.cols; ++c) out[c] /= static_cast<float>(rows.rows);
 }
 
 }  // namespace tidegate

@@ -22,6 +22,7 @@ struct RouterParams {
   int num_groups = 1, topk_groups = 1;
   int group_best = 1;  // a group's score is the sum of its best 1 or 2 experts
   double jitter = 0.0;
+  float* said = nullptr;  // [num_experts] or null: route leaves the mean of its rows' logits here
 };
 
 // Throws std::invalid_argument if fewer than top_k experts can ever be chosen.
@@ -40,5 +41,8 @@ struct Ranking {
 };
 inline constexpr double kLargestMargin = 8.0;
 Ranking rank(const Matrix& scores, int top_k, int most);
+
+// The mean of the rows, into `out` [cols].
+void mean_row(const Matrix& rows, float* out);
 
 }  // namespace tidegate

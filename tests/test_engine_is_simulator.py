@@ -86,7 +86,7 @@ def test_the_engines_prefetch_runs_in_the_simulator(
     count of the engine's prefetch comes out of the trace, too."""
     for loader in (NativeLoader, ClockLoader):
         monkeypatch.setattr(loader, "busy_ratio", lambda self: 0.5)
-    monkeypatch.setattr(ExpertCache, "cancel_refuted", lambda self, layer: [])
+    monkeypatch.setattr(ExpertCache, "cancel_refuted", lambda self, layer: None)
     monkeypatch.setattr(Trial, "begin_step", lambda self, num_loads: True)
     monkeypatch.setattr(lookahead, "MOST_OF_SLOTS", 4.0)  # two sequences in layers of very few slots
     path = tmp_path / "t.trace"

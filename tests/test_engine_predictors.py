@@ -70,7 +70,7 @@ def test_the_simulator_issues_the_engines_loads(
     store, files = fitted
     for loader in (NativeLoader, ClockLoader):
         monkeypatch.setattr(loader, "busy_ratio", lambda self: 0.2)
-    monkeypatch.setattr(ExpertCache, "cancel_refuted", lambda self, layer: [])
+    monkeypatch.setattr(ExpertCache, "cancel_refuted", lambda self, layer: None)
     monkeypatch.setattr(Trial, "begin_step", lambda self, num_loads: True)
     monkeypatch.setattr(lookahead, "MOST_OF_SLOTS", 4.0)  # two sequences in layers of very few slots
     path, memory = tmp_path / "t.trace", _tight(store, files[kind])

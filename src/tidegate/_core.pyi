@@ -116,6 +116,7 @@ class RouterParams:
         topk_groups: int,
         group_best: int,
         jitter: float,
+        said_E: F32Array,
     ) -> None: ...
 
 def route(compute: Compute, x: Matrix, router: RouterParams) -> tuple[I32Array, F32Array]: ...
@@ -134,7 +135,7 @@ def norm_route_moe(
 ) -> tuple[Matrix, Matrix, int] | None: ...
 def rank(scores: Matrix, top_k: int, most: int) -> tuple[list[list[int]], list[list[float]]]: ...
 def guess(
-    compute: Compute, x: Matrix, norm: NormWeights | None, gate: PackedMatrix, top_k: int, most: int
+    compute: Compute, x: Matrix, norm: NormWeights | None, gate: PackedMatrix, top_k: int, most: int, said_E: F32Array
 ) -> tuple[list[list[int]], list[list[float]]]: ...
 
 # ---- sample.h

@@ -12,7 +12,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from array import array
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Generic, TypeVar
 
 import numpy as np
@@ -145,12 +145,17 @@ class AttentionWeights:
 
 @dataclass(frozen=True)
 class Router:
-    """Router matrix float32 [E, D] (never quantized), its optional biases [E], and the contract."""
+    """Router matrix float32 [E, D] (never quantized), its optional biases [E], and the contract. ``said_E``: where ``route``
+    leaves the mean of its rows' logits."""
 
     weight_ED: F32Array
     bias_E: F32Array | None
     correction_E: F32Array | None
     config: MoeConfig
+    said_E: F32Array = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "said_E", np.zeros(len(self.weight_ED), np.float32))
 
 
 @dataclass(frozen=True)
@@ -228,7 +233,7 @@ class Backend(ABC, Generic[A]):
 
     @abstractmethod
     def route(self, x: A, router: Router) -> Routing[A]:
-        """[T, D] -> the chosen experts. Ties are broken towards the lower expert id."""
+        """[T, D] -> the chosen experts. Ties are broken towards the lower expert id. Writes ``router.said_E``."""
 
     def norm_route(self, x: A, norm: Norm, router: Router) -> tuple[A, Routing[A]]:
         """``norm`` and what ``route`` says of it, likewise."""
@@ -241,9 +246,12 @@ class Backend(ABC, Generic[A]):
         each is above the edge, the middle between the last of ``top_k`` and the first after it, in standard deviations of the
         row, at most LARGEST_MARGIN either way, in steps of 1/256 (which float16 holds)."""
 
-    def guess(self, x: A, norm: Norm | None, gate: Linear, top_k: int, most: int) -> Ranking:
-        """``rank`` of ``linear``, behind ``norm`` if there is one; a backend may do it at once."""
-        return self.rank(self.linear(x if norm is None else self.norm(x, norm), gate), top_k, most)
+    def guess(self, x: A, norm: Norm | None, gate: Linear, top_k: int, most: int, said_E: F32Array) -> Ranking:
+        """``rank`` of ``linear``, behind ``norm`` if there is one; a backend may do it at once. The mean of the rows' scores is
+        written into ``said_E``."""
+        scores = self.linear(x if norm is None else self.norm(x, norm), gate)
+        said_E[:] = self.numpy(scores).mean(axis=0)
+        return self.rank(scores, top_k, most)
 
     @abstractmethod
     def moe(

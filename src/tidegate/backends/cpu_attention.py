@@ -12,6 +12,7 @@ from tidegate.backends.base import (
     AttentionWeights,
     ByteArray,
     ExpertSlots,
+    F32Array,
     KvLayout,
     Linear,
     Norm,
@@ -106,9 +107,9 @@ class AttentionOps(LinearOps):
     def rank(self, scores: Matrix, top_k: int, most: int) -> Ranking:
         return _core.rank(scores, top_k, most)
 
-    def guess(self, x: Matrix, norm: Norm | None, gate: Linear, top_k: int, most: int) -> Ranking:
+    def guess(self, x: Matrix, norm: Norm | None, gate: Linear, top_k: int, most: int, said_E: F32Array) -> Ranking:
         weights = None if norm is None else self._norm(norm)
-        return _core.guess(self.compute, x, weights, self.packed(gate), top_k, most)
+        return _core.guess(self.compute, x, weights, self.packed(gate), top_k, most, said_E)
 
     def _norm(self, norm: Norm) -> _core.NormWeights:
         known = self._norms.get(id(norm))
@@ -184,6 +185,7 @@ class AttentionOps(LinearOps):
             topk_groups=moe.topk_groups,
             group_best=2 if moe.group_score == "top2_sum" else 1,
             jitter=moe.router_jitter,
+            said_E=router.said_E,
         )
         self._routers[id(router)] = handle, router
         return handle

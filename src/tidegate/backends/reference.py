@@ -137,6 +137,7 @@ class ReferenceBackend(Backend[F32Array]):
         logits = np.array([weights @ row for row in x.astype(np.float64)]).reshape(len(x), -1)
         if router.bias_E is not None:
             logits += router.bias_E
+        router.said_E[:] = logits.mean(axis=0)
         return Routing(*choose(logits.astype(np.float32), router.correction_E, router.config))
 
     def rank(self, scores: F32Array, top_k: int, most: int) -> Ranking:

@@ -164,18 +164,14 @@ class ExpertCache:
         self.counters.prefetch_issued += 1
         return True
 
-    def cancel_refuted(self, layer: int) -> list[int]:
-        """After the layer's router has spoken: stop speculative loads that it did not ask for and that are not done. Their
-        experts."""
+    def cancel_refuted(self, layer: int) -> None:
+        """After the layer's router has spoken: stop speculative loads that it did not ask for and that are not done."""
         book = self._layers[layer]
-        stopped = []
         for expert in sorted(book.unused_prefetch):
             slot = book.slot_of[expert]
             if not self._loader.is_ready(slot) and self._loader.cancel(slot):
                 self.counters.prefetch_wasted += 1
                 self._drop(book, expert)
-                stopped.append(expert)
-        return stopped
 
     def check_integrity(self) -> None:
         """Recount: free + resident == capacity, no slot twice, pins are resident. AssertionError is our bug."""

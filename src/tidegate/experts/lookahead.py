@@ -26,13 +26,11 @@ LEAST_HEAT, FADE = 0.1, 2.0 ** (-1 / 16)  # decayed counts halve in 16 steps
 Curve = tuple[float, float, float]  # factors of margin and of log(heat + LEAST_HEAT), and a constant
 
 # Of the routers' own gates, where nothing was fitted: between those of a trained and of a random model.
-OWN_CURVES: tuple[Curve, ...] = ((6.0, 0.4, -0.8), (4.2, 0.4, -0.8))
+OWN_CURVES: tuple[Curve, ...] = ((9.0, 0.3, -0.5), (5.0, 0.25, -0.65))
 _LEARNING_RATE = 1 / 128
-# What a wrong load evicts, and what it takes from the loads behind it; the second is per share of busy time. Measured.
-_PRICE, _PRICE_WHEN_BUSY = 0.08, 0.12
-# At rest a quarter of the bytes are wrong: a wrong load lifts the floor three times as much as a right one lowers it, one that
-# was stopped half as much. A high floor sinks a little with every step, or a bad start would forbid everything for good.
-_FIRST_FLOOR, _RISE, _FALL, _STOPPED, _FORGETTING = 0.3, 3 / 128, 1 / 128, 0.5, 1 / 256
+# At rest a quarter of the loads are wrong: a wrong one lifts the floor three times as much as a right one lowers it. A high floor
+# sinks a little with every step, or a bad start would forbid everything for good.
+_FIRST_FLOOR, _RISE, _FALL, _FORGETTING = 0.3, 3 / 128, 1 / 128, 1 / 256
 # Expert, distance, margin, logarithm of its heat, odds, whether it is being loaded.
 _Evidence = tuple[int, int, float, float, float, bool]
 _PATIENCE, _NAP_STEPS = 16, 16  # after so many steps in which no guess was worth a load, one in so many has guesses
@@ -77,7 +75,7 @@ class Lookahead:
     def threshold(self) -> float:
         """Odds below it are not worth a load. A right load saves a wait; a wrong one delays demand loads if there are any."""
         busy = self._busy
-        return max(self._floor, busy / (1 + busy) + _PRICE + _PRICE_WHEN_BUSY * busy)
+        return max(self._floor, busy / (1 + busy))
 
     def begin_step(self, num_rows: int) -> None:
         """A forward pass of so many rows starts."""
@@ -96,12 +94,11 @@ class Lookahead:
 
     def after_route(self, layer: int, needed: Collection[int]) -> None:
         """What the layer really needs: loads that nobody asked for are stopped, and curves and floor follow."""
-        stopped = self._cache.cancel_refuted(layer)
+        self._cache.cancel_refuted(layer)
         for expert, distance, margin, log_heat, odds, is_loading in self._open.pop(layer, ()):
             is_right = expert in needed
             if is_loading:
-                wrong = _RISE * (_STOPPED if expert in stopped else 1.0)
-                self._floor = max(0.0, self._floor - _FALL) if is_right else min(1.0, self._floor + wrong)
+                self._floor = max(0.0, self._floor - _FALL) if is_right else min(1.0, self._floor + _RISE)
             curve = self._curves[distance]
             step = (is_right - odds) * _LEARNING_RATE
             curve[0] += step * margin

@@ -1,6 +1,9 @@
 """Guesses at what a router will choose, by gates on hidden states that are there before its own: at the start of its layer,
 before the attention, and where the MoE layer before it was routed. The gates are the routers' own, or fitted to that.
 
+What lies between gate and router, the attention above all, adds much the same from one token to the next: so each gate's bias
+follows what its router said beyond it.
+
 The later guess is much the better one, and early enough for a load that would hold a layer up only a little; the earlier one
 gives a load a whole layer more. Two layers ahead was tried: these find what it finds, and it is wrong more often.
 
@@ -52,16 +55,37 @@ class Guesser(Protocol[Input_contra]):
         """At the MoE layer after ``layer``. ``x`` [T, D]: what the router of ``layer`` saw."""
 
 
+class _Gate:
+    """``said_E``: the mean of its latest scores. The bias of ``linear`` follows what the router says beyond them: it starts as if
+    a few tokens had told it already, and the latest ones count most."""
+
+    def __init__(self, linear: Linear) -> None:
+        assert linear.bias is not None
+        self.linear, self._bias_E = linear, linear.bias
+        self.said_E = np.zeros(linear.n, np.float32)
+        self._told = _TOLD_BEFORE
+
+    def follow(self, said_E: F32Array, rows: int) -> None:
+        """What the router said, on average over so many rows, of which this gate has spoken last."""
+        share = max(_LEAST_SHARE, 1 / self._told)
+        self._told += rows
+        self._bias_E += np.float32(share if rows == 1 else 1 - (1 - share) ** rows) * (said_E - self.said_E)
+
+
+_TOLD_BEFORE, _LEAST_SHARE = 4, 1 / 16
+
+
 class Gates(Generic[A]):
-    """``linears``: the gates by name, as own_gates or a fitted predictor has them; some may be missing."""
+    """``linears``: the gates by name, as own_gates or a fitted predictor has them; some may be missing. Their biases move."""
 
     def __init__(
         self, backend: Backend[A], layers: Sequence[MoeWeights], linears: Mapping[str, Linear], moe: MoeConfig
     ) -> None:
         self._backend, self._layers, self._moe = backend, layers, moe
-        self._start = [linears.get(start_gate(layer)) for layer in range(len(layers))]
-        self._next = [linears.get(next_gate(layer)) for layer in range(len(layers))]
-        self._has_rule = has_rule(moe)
+        gates = {name: _Gate(linear) for name, linear in linears.items()}
+        self._start = [gates.get(start_gate(layer)) for layer in range(len(layers))]
+        self._next = [gates.get(next_gate(layer)) for layer in range(len(layers))]
+        self._has_rule, self._rows = has_rule(moe), 1
         self.width = min(2 * moe.num_experts_per_tok, moe.num_experts)
 
     def at_start(self, layer: int, x: A) -> Guess | None:
@@ -71,14 +95,21 @@ class Gates(Generic[A]):
         return Guess(layer, AT_START, *self._ranked(layer, x, self._layers[layer].norm, gate))
 
     def after_route(self, layer: int, x: A) -> Guess | None:
+        said_E = self._layers[layer].router.said_E
+        for gate in (self._start[layer], self._next[layer - 1] if layer else None):
+            if gate is not None:
+                gate.follow(said_E, self._rows)
         gate = self._next[layer]
         return None if gate is None else Guess(layer + 1, AHEAD, *self._ranked(layer + 1, x, None, gate))
 
-    def _ranked(self, layer: int, x: A, norm: Norm | None, gate: Linear) -> Ranking:
+    def _ranked(self, layer: int, x: A, norm: Norm | None, gate: _Gate) -> Ranking:
         moe, backend = self._moe, self._backend
         if not self._has_rule:
-            return backend.guess(x, norm, gate, moe.num_experts_per_tok, self.width)
-        scores = backend.numpy(backend.linear(x if norm is None else backend.norm(x, norm), gate))
+            found = backend.guess(x, norm, gate.linear, moe.num_experts_per_tok, self.width, gate.said_E)
+            self._rows = len(found[0])
+            return found
+        scores = backend.numpy(backend.linear(x if norm is None else backend.norm(x, norm), gate.linear))
+        gate.said_E[:], self._rows = scores.mean(axis=0), len(scores)
         ranking = ranking_scores(scores, self._layers[layer].router.correction_E, moe)
         return ranked_margins(ranking, moe.num_experts_per_tok, self.width)
 

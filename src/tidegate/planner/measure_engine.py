@@ -141,8 +141,8 @@ class _HalfHere:
     def prefetch(self, layer: int, expert: int, value: float, keep: Collection[int]) -> bool:
         return False
 
-    def cancel_refuted(self, layer: int) -> frozenset[int]:
-        return frozenset()
+    def cancel_refuted(self, layer: int) -> None:
+        pass
 
 
 class _Asking:
