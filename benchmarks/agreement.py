@@ -22,11 +22,11 @@ import numpy as np
 HERE = Path(__file__).parent
 sys.path.insert(0, str(HERE.parent / "tests"))
 
-from gguf_convert import metadata, rename  # noqa: E402
-from gguf_files import quantized, write_gguf  # noqa: E402
 from safetensors import safe_open  # noqa: E402
 
 import tidegate  # noqa: E402
+from gguf_convert import metadata, rename  # noqa: E402
+from gguf_files import quantized, write_gguf  # noqa: E402
 from tidegate.terminal import table  # noqa: E402
 from tidegate.train.compact import unpack  # noqa: E402
 
