@@ -2,9 +2,9 @@
 
     python benchmarks/agreement.py FOLDER --peer-python PYTHON
 
-FOLDER gets the Hugging Face form, the GGUF file (experts Q4_0, the other matrices Q8_0, routers and norms float32), its store, and
-``agreement.json``. Teacher-forced windows of the held-out texts, every place of which counts; a window begins without context. The
-third opinion is the same file in Tidegate's reference backend, with float32 arithmetic.
+FOLDER gets the Hugging Face form, the GGUF file (experts Q4_0, the other matrices Q8_0, routers and norms float32) and
+``agreement.json``. Teacher-forced windows of the held-out texts, every place of which counts; a window begins without
+context. The third opinion is the same file in Tidegate's reference backend, with float32 arithmetic.
 """
 
 from __future__ import annotations
@@ -97,8 +97,8 @@ def main() -> None:
     args.folder.mkdir(parents=True, exist_ok=True)
     path, texts = write_model(args.folder), windows()
     ours, peer = choices(path, texts, "cpu"), peer_choices(path, texts, args.folder, args.peer_python)
-    exact = choices(path, texts[:: len(texts) // EXACT_WINDOWS], "reference")
     some = slice(None, None, len(texts) // EXACT_WINDOWS)
+    exact = choices(path, texts[some], "reference")
     pairs = {
         "Tidegate, llama.cpp": _agree([one[:, 0] for one in ours], peer),
         "Tidegate, float32": _agree([one[:, 0] for one in ours[some]], [one[:, 0] for one in exact]),
@@ -109,7 +109,7 @@ def main() -> None:
              for which in (differ, [~one for one in differ])]  # fmt: skip
     print(table(["pair", "places", "same"], [[name, f"{n:,}", f"{same:.1%}"] for name, (n, same) in pairs.items()]))
     print(
-        f"Tidegate's best token is ahead of its second by {ahead[0]:.2f} where they differ, by {ahead[1]:.2f} elsewhere (medians)"
+        f"Tidegate's best token is ahead of its second by {ahead[0]:.2f} where they differ, by {ahead[1]:.2f} elsewhere"
     )
     found = {name: {"places": n, "same_ratio": same} for name, (n, same) in pairs.items()}
     (args.folder / "agreement.json").write_text(
