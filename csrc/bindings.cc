@@ -195,4 +195,5 @@ NB_MODULE(_core, m) {
   bind_loader(m);
   bind_kernels(m);
   bind_attention(m);
+  bind_experts(m);
 }

@@ -23,3 +23,5 @@ using NoGil = nb::call_guard<nb::gil_scoped_release>;
 void bind_kernels(nb::module_& m);
 // bindings_attention.cc
 void bind_attention(nb::module_& m);
+// bindings_experts.cc
+void bind_experts(nb::module_& m);

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 
@@ -85,8 +85,8 @@ class Policy(ABC):
         """The expert lost its slot."""
 
     @abstractmethod
-    def victim(self, candidates: Sequence[int]) -> int:
-        """The resident expert, among ``candidates`` (resident, not pinned, not empty), to evict. Deterministic."""
+    def victim(self, kept: Collection[int]) -> int | None:
+        """The expert that has a slot and is not one of ``kept``, to evict; None if there is none. Deterministic."""
 
     @abstractmethod
     def value(self, expert: int) -> float:

@@ -25,6 +25,7 @@ class _Layer:
         self.capacity = len(slots)
         self.free = list(reversed(slots))
         self.slot_of: dict[int, int] = {}
+        self.is_here = bytearray(num_experts)  # 1 for those that have a slot
         self.pinned: set[int] = set()
         self.unused_prefetch: set[int] = set()
         self.policy = make_policy(num_experts)
@@ -78,6 +79,10 @@ class ExpertCache:
     def residents(self, layer: int) -> KeysView[int]:
         """The same, as it changes."""
         return self._layers[layer].slot_of.keys()
+
+    def is_here(self, layer: int) -> bytearray:
+        """The same by expert id, 1 or 0."""
+        return self._layers[layer].is_here
 
     def at_hand(self, layer: int) -> array[int] | None:
         """Slots by expert id, -1 for one that was never used, if a visit of these experts has nothing to decide or to count but
@@ -153,8 +158,7 @@ class ExpertCache:
         if expert in book.slot_of:
             return False
         if not book.free:
-            candidates = list((book.slot_of.keys() - book.pinned).difference(keep))
-            victim = book.policy.victim(candidates) if candidates else None
+            victim = book.policy.victim([*book.pinned, *keep])
             if victim is None or book.policy.value(victim) >= value:
                 self.counters.prefetch_dropped += 1
                 return False
@@ -205,10 +209,10 @@ class ExpertCache:
         for book, capacity in zip(self._layers, capacities, strict=True):
             while book.capacity > capacity:
                 if not book.free:
-                    candidates = list(book.slot_of.keys() - book.pinned)
-                    if not candidates:
+                    victim = book.policy.victim(book.pinned)
+                    if victim is None:
                         break
-                    self._evict(book, book.policy.victim(candidates))
+                    self._evict(book, victim)
                 spare.append(book.free.pop())
                 book.capacity -= 1
         for book, capacity in zip(self._layers, capacities, strict=True):
@@ -234,13 +238,16 @@ class ExpertCache:
         for expert in group:
             if expert not in book.slot_of:
                 if not book.free:
-                    self._evict(book, book.policy.victim(list(book.slot_of.keys() - book.pinned)))
+                    victim = book.policy.victim(book.pinned)
+                    assert victim is not None, "more is pinned than the layer has slots"
+                    self._evict(book, victim)
                 self._insert(layer, expert, demand=True)
                 book.pinned.add(expert)
 
     def _insert(self, layer: int, expert: int, *, demand: bool) -> None:
         book = self._layers[layer]
         slot = book.slot_of[expert] = book.free.pop()
+        book.is_here[expert] = 1
         self._num_absent -= 1
         book.policy.on_insert(expert)
         self._loader.load(ExpertKey(layer, expert), slot, demand=demand)
@@ -256,6 +263,7 @@ class ExpertCache:
 
     def _drop(self, book: _Layer, expert: int) -> None:
         book.free.append(book.slot_of.pop(expert))
+        book.is_here[expert] = 0
         book.slot_of_E[expert] = -1
         self._num_absent += 1
         book.unused_prefetch.discard(expert)

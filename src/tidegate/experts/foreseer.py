@@ -5,7 +5,7 @@ The engine and the simulator run this class. Legend: T rows of the step, K exper
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 
@@ -80,7 +80,7 @@ class Foreseer:
         self._foresee(-1)
 
     def after_route(
-        self, layer: int, needed: Collection[int], topk_expert_ids_TK: Array, sketch_TS: Array | None = None
+        self, layer: int, needed: Sequence[int], topk_expert_ids_TK: Array, sketch_TS: Array | None = None
     ) -> None:
         """What the router of ``layer`` chose, and if wanted a sketch of what it saw."""
         self.lookahead.after_route(layer, needed)

@@ -10,9 +10,9 @@ with every wrong one. Where nothing was worth a load for some steps, or guessing
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 
+from tidegate import _core
 from tidegate.experts.cache import ExpertCache
 from tidegate.experts.trial import Trial
 
@@ -22,7 +22,7 @@ DISTANCES = 2
 MOST_ROWS = 4  # a step of more tokens needs most experts anyway
 # A step of several tokens that needs more of a layer's slots evicts what was loaded ahead before its turn.
 MOST_OF_SLOTS = 0.5
-LEAST_HEAT, FADE = 0.1, 2.0 ** (-1 / 16)  # decayed counts halve in 16 steps
+LEAST_HEAT, HALF_LIFE = 0.1, 16  # of decayed counts, in steps
 Curve = tuple[float, float, float]  # factors of margin and of log(heat + LEAST_HEAT), and a constant
 
 # Of the routers' own gates, where nothing was fitted: between those of a trained and of a random model.
@@ -31,8 +31,6 @@ _LEARNING_RATE = 1 / 128
 # At rest a quarter of the loads are wrong: a wrong one lifts the floor three times as much as a right one lowers it. A high floor
 # sinks a little with every step, or a bad start would forbid everything for good.
 _FIRST_FLOOR, _RISE, _FALL, _FORGETTING = 0.3, 3 / 128, 1 / 128, 1 / 256
-# Expert, distance, margin, logarithm of its heat, odds, whether it is being loaded.
-_Evidence = tuple[int, int, float, float, float, bool]
 _PATIENCE, _NAP_STEPS = 16, 16  # after so many steps in which no guess was worth a load, one in so many has guesses
 
 
@@ -58,11 +56,10 @@ class Lookahead:
         clock: Callable[[], float] | None = None,
     ) -> None:
         self._cache, self._busy_ratio, self._per_token = cache, busy_ratio, experts_per_token
-        self._curves = [list(curve) for curve in curves]
-        self._heat = [[0.0] * cache.num_experts for _ in range(cache.num_layers)]
-        self._seen = [[0] * cache.num_experts for _ in range(cache.num_layers)]
-        self._now = [0] * cache.num_layers
-        self._open: dict[int, list[_Evidence]] = {}
+        self._odds = _core.Odds(
+            cache.num_layers, cache.num_experts, list(curves), HALF_LIFE, LEAST_HEAT, _LEARNING_RATE
+        )
+        self._loading: dict[int, list[int]] = {}  # experts for which this step's guesses have started a load
         self.wants_guesses = False
         self._busy, self._floor = 0.0, _FIRST_FLOOR
         slots = sum(map(cache.capacity, range(cache.num_layers)))
@@ -79,7 +76,8 @@ class Lookahead:
 
     def begin_step(self, num_rows: int) -> None:
         """A forward pass of so many rows starts."""
-        self._open.clear()
+        self._odds.forget()
+        self._loading.clear()
         self.wants_guesses, self._counts = False, True
         if num_rows > self._most_rows:
             self._trial.skip_step()
@@ -92,46 +90,23 @@ class Lookahead:
             self.wants_guesses = self._idle_steps <= _PATIENCE or self._idle_steps % _NAP_STEPS == 0
         self._counts = self.wants_guesses  # where nobody asks, nothing more is spent
 
-    def after_route(self, layer: int, needed: Collection[int]) -> None:
+    def after_route(self, layer: int, needed: Sequence[int]) -> None:
         """What the layer really needs: loads that nobody asked for are stopped, and curves and floor follow."""
         self._cache.cancel_refuted(layer)
-        for expert, distance, margin, log_heat, odds, is_loading in self._open.pop(layer, ()):
-            is_right = expert in needed
-            if is_loading:
-                self._floor = max(0.0, self._floor - _FALL) if is_right else min(1.0, self._floor + _RISE)
-            curve = self._curves[distance]
-            step = (is_right - odds) * _LEARNING_RATE
-            curve[0] += step * margin
-            curve[1] += step * log_heat
-            curve[2] += step
+        for expert in self._loading.pop(layer, ()):
+            self._floor = max(0.0, self._floor - _FALL) if expert in needed else min(1.0, self._floor + _RISE)
         if self._counts:
-            self._count(layer, needed)
+            self._odds.learn(layer, needed)
 
     def foresee(self, layer: int, distance: int, ranked: Sequence[int], margins: Sequence[float]) -> None:
         """A guess for one row: the router of ``layer`` would choose the first of these experts, best first; there may be more
         than it chooses. ``margins`` as Backend.rank."""
         cache, per_token = self._cache, self._per_token
-        resident = cache.residents(layer)
-        missing = [(rank, expert) for rank, expert in enumerate(ranked) if expert not in resident]
-        if not missing:
-            return
-        threshold, (a, b, c) = self.threshold, self._curves[distance]
-        heat, seen, now = self._heat[layer], self._seen[layer], self._now[layer]
-        guesses = self._open.setdefault(layer, [])
-        for rank, expert in missing:
-            margin, log_heat = margins[rank], math.log(heat[expert] * FADE ** (now - seen[expert]) + LEAST_HEAT)
-            odds = 1 / (1 + math.exp(-max(-30.0, min(a * margin + b * log_heat + c, 30.0))))
-            is_loading = False
-            if odds >= threshold:
-                self._idle_steps = 0
-                is_loading = cache.prefetch(layer, expert, cache.worth(layer, odds), keep=ranked[:per_token])
-            elif rank < per_token:
-                cache.counters.prefetch_dropped += 1
-            guesses.append((expert, distance, margin, log_heat, odds, is_loading))
-
-    def _count(self, layer: int, needed: Collection[int]) -> None:
-        heat, seen = self._heat[layer], self._seen[layer]
-        now = self._now[layer] = self._now[layer] + 1
-        for expert in needed:
-            heat[expert] = heat[expert] * FADE ** (now - seen[expert]) + 1
-            seen[expert] = now
+        loads, num_dropped = self._odds.weigh(
+            layer, distance, ranked, margins, cache.is_here(layer), per_token, self.threshold
+        )
+        cache.counters.prefetch_dropped += num_dropped
+        for expert, odds in loads:
+            self._idle_steps = 0
+            if cache.prefetch(layer, expert, cache.worth(layer, odds), keep=ranked[:per_token]):
+                self._loading.setdefault(layer, []).append(expert)

@@ -8,12 +8,11 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from bisect import bisect_right
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 
+from tidegate import _core
 from tidegate.errors import UsageError
 from tidegate.experts.base import Policy
-
-_RESCALE_ABOVE = 2.0**512
 
 
 class ScoredPolicy(Policy):
@@ -22,6 +21,7 @@ class ScoredPolicy(Policy):
     def __init__(self, num_experts: int) -> None:
         self._now = 0
         self._last_use = [-1] * num_experts
+        self._resident: set[int] = set()
 
     def on_access(self, experts: Sequence[int]) -> None:
         self._now += 1
@@ -33,12 +33,15 @@ class ScoredPolicy(Policy):
         """One use of the expert, at time ``self._now``, beyond what is kept anyway."""
 
     def on_insert(self, expert: int) -> None:
-        pass
+        self._resident.add(expert)
 
     def on_evict(self, expert: int) -> None:
-        pass
+        self._resident.remove(expert)
 
-    def victim(self, candidates: Sequence[int]) -> int:
+    def victim(self, kept: Collection[int]) -> int | None:
+        candidates = list(self._resident.difference(kept))
+        if not candidates:
+            return None
         scores = list(map(self._scores().__getitem__, candidates))
         lowest = min(scores)
         if scores.count(lowest) == 1:
@@ -95,38 +98,34 @@ class Lfru(Lfu):
         return [self.value(expert) for expert in range(len(self._uses))]
 
 
-class DecayedLfu(ScoredPolicy):
-    """Uses that fade: each counts 2 ** (-age / half_life). The default policy.
-
-    Instead of fading every count at every access, a new use weighs 2 ** (now / half_life), which orders the
-    experts the same; all counts are scaled back before they overflow.
-    """
+class DecayedLfu(Policy):
+    """Uses that fade: each counts 2 ** (-age / half_life). The default policy, so the counting is native."""
 
     def __init__(self, num_experts: int, half_life: float = 16.0) -> None:
-        super().__init__(num_experts)
-        self._heat = [0.0] * num_experts
-        self._weight = 1.0
-        self._growth = 2.0 ** (1.0 / half_life)
+        self._uses = _core.DecayedUses(num_experts, half_life)
+        self._always_used: float = 1 / (1 - 2.0 ** (-1.0 / half_life))
 
     def on_access(self, experts: Sequence[int]) -> None:
-        self._weight *= self._growth
-        if self._weight > _RESCALE_ABOVE:
-            self._heat = [heat / self._weight for heat in self._heat]
-            self._weight = 1.0
-        self._now += 1
-        last_use, heat, now, weight = self._last_use, self._heat, self._now, self._weight
-        for expert in experts:  # this runs for every layer of every token
-            last_use[expert] = now
-            heat[expert] += weight
+        self._uses.use(experts)
+
+    def on_insert(self, expert: int) -> None:
+        self._uses.set_resident(expert, True)
+
+    def on_evict(self, expert: int) -> None:
+        self._uses.set_resident(expert, False)
+
+    def victim(self, kept: Collection[int]) -> int | None:
+        found = self._uses.lowest(list(kept))
+        return None if found < 0 else found
 
     def value(self, expert: int) -> float:
-        return self._heat[expert] / self._weight
+        return self._uses.value(expert)
 
     def worth(self, odds: float) -> float:
-        return float(odds / (1 - 1 / self._growth))
+        return odds * self._always_used
 
-    def _scores(self) -> Sequence[float]:
-        return self._heat
+    def ranks(self, experts: Sequence[int]) -> list[int]:
+        return self._uses.ranks(experts)
 
 
 class ResidentSet(DecayedLfu):
@@ -146,29 +145,32 @@ class ResidentSet(DecayedLfu):
         self._variance = [0.0] * num_experts
         self._covariance = [0.0] * num_experts
         self._deviation = [0.0] * num_experts
-        self._num_resident = self._capacity = self._windows = 0
+        self._now = self._num_resident = self._capacity = self._windows = 0
         self._kept: frozenset[int] = frozenset()
 
     def on_access(self, experts: Sequence[int]) -> None:
         super().on_access(experts)
+        self._now += 1
         for expert in experts:
             self._window[expert] += 1
         if self._now % self.every == 0:
             self._evaluate()
 
     def on_insert(self, expert: int) -> None:
+        super().on_insert(expert)
         self._num_resident += 1
         self._capacity = max(self._capacity, self._num_resident)
 
     def on_evict(self, expert: int) -> None:
+        super().on_evict(expert)
         self._num_resident -= 1
 
     def value(self, expert: int) -> float:
         return super().value(expert) + (_KEPT if expert in self._kept else 0.0)
 
-    def victim(self, candidates: Sequence[int]) -> int:
-        others = [expert for expert in candidates if expert not in self._kept]
-        return super().victim(others or candidates)
+    def victim(self, kept: Collection[int]) -> int | None:
+        found = super().victim(self._kept.union(kept))
+        return super().victim(kept) if found is None else found
 
     def _evaluate(self) -> None:
         score = []

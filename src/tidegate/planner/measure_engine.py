@@ -127,13 +127,13 @@ class _HalfHere:
     def __init__(self, num_layers: int, num_experts: int) -> None:
         self.num_layers, self.num_experts = num_layers, num_experts
         self.counters = CacheCounters()
-        self._here = frozenset(range(0, num_experts, 2))
+        self._is_here = bytearray(expert % 2 == 0 for expert in range(num_experts))
 
     def capacity(self, layer: int) -> int:
-        return len(self._here)
+        return sum(self._is_here)
 
-    def residents(self, layer: int) -> frozenset[int]:
-        return self._here
+    def is_here(self, layer: int) -> bytearray:
+        return self._is_here
 
     def worth(self, layer: int, odds: float) -> float:
         return odds

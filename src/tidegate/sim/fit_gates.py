@@ -19,7 +19,7 @@ from tidegate.backends.reference_math import ranked_margins
 from tidegate.experts.base import InstantLoader
 from tidegate.experts.cache import ExpertCache
 from tidegate.experts.gates_file import Gate, next_gate, start_gate
-from tidegate.experts.lookahead import AHEAD, AT_START, DISTANCES, FADE, LEAST_HEAT, Curve
+from tidegate.experts.lookahead import AHEAD, AT_START, DISTANCES, HALF_LIFE, LEAST_HEAT, Curve
 from tidegate.experts.policy import DEFAULT_POLICY, policy_factory
 from tidegate.model_config import MoeConfig
 from tidegate.models.guesses import own_gate, ranking_scores
@@ -206,7 +206,7 @@ def _heat_before(hot_TE: Array) -> F32:
     """Decayed counts before each row, as Lookahead keeps them."""
     out, heat = np.zeros(hot_TE.shape, np.float32), np.zeros(hot_TE.shape[1], np.float32)
     for t, hot in enumerate(hot_TE):
-        heat *= np.float32(FADE)
+        heat *= np.float32(2.0 ** (-1 / HALF_LIFE))
         out[t] = heat
         heat += hot
     return out
