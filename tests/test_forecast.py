@@ -15,6 +15,7 @@ from tidegate.config import EngineOptions, parse_options
 from tidegate.engine.needs import needs_of, sizes_of
 from tidegate.plan import Plan
 from tidegate.planner.card import expected_process
+from tidegate.planner.costs import Cost, Overhead
 from tidegate.planner.headers import ModelHeaders, read_headers
 from tidegate.planner.machine import DiskRate, Machine, assumed_machine
 from tidegate.planner.step_clock import StepClock, _chunks, expected_union
@@ -30,10 +31,11 @@ def olmoe(tmp_path_factory: pytest.TempPathFactory) -> ModelHeaders:
 def machine_of(load_s: float = 1e-3, disk: float = 4e9, beside: float = 4e9, kernels_beside: float = 1.0) -> Machine:
     """A byte of weights takes 0.1 ns however many tokens it serves; layers cost nothing beside them."""
     rates = {name: {1: 1e10, 256: 1e10} for name in ("int4-g32", "int8-g32", "f32")}
+    nothing = Overhead(0.0, Cost(0.0))
     disk_rates = (DiskRate(1 << 20, load_s, load_s, disk, beside), DiskRate(1 << 26, load_s, load_s, disk, beside))
     return replace(
-        assumed_machine(2), memory={1: 1e12, 2: 1e12}, dense=rates, experts=rates, layer_s=0.0, row_s=0.0, disk=disk_rates,
-        beside_loads_ratio=kernels_beside,
+        assumed_machine(2), memory={1: 1e12, 2: 1e12}, dense=rates, experts=rates, overhead=nothing, row_overhead=nothing,
+        disk=disk_rates, beside_loads_ratio=kernels_beside,
     )  # fmt: skip
 
 

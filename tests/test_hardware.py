@@ -15,6 +15,7 @@ from tidegate.cli import hardware as command_module
 from tidegate.cli import main
 from tidegate.planner import machine as machine_module
 from tidegate.planner import measure, measure_disk, measure_kernels
+from tidegate.planner.costs import Cost, Overhead
 from tidegate.planner.machine import (
     TOKENS,
     DiskRate,
@@ -37,7 +38,8 @@ def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def small(monkeypatch: pytest.MonkeyPatch) -> None:
     """The same measurement with less memory and a smaller file."""
     monkeypatch.setattr(measure, "MEMORY_BYTES", 40 << 20)
-    monkeypatch.setattr(measure_kernels, "MATRIX_BYTES", 1 << 20)
+    monkeypatch.setattr(measure_kernels, "LARGE", replace(measure_kernels.LARGE, matrix_bytes=1 << 20))
+    monkeypatch.setattr(measure_kernels, "CACHED_ROUNDS", 20)
     monkeypatch.setattr(measure_kernels, "MEASURED_MACS", 1 << 28)
     monkeypatch.setattr(measure_disk, "FILE_BYTES", 16 << 20)
     monkeypatch.setattr(measure_disk, "READ_BYTES", 16 << 20)
@@ -46,18 +48,23 @@ def small(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_measurement_is_whole_and_leaves_nothing_behind(small: None, tmp_path: Path) -> None:
     found = measure.measure_machine(tmp_path, 2)
     assert found.fingerprint == fingerprint() and set(found.memory) == {1, 2}
-    rates = [found.memory, *found.dense.values(), *found.experts.values()]
+    kinds = (found.dense, found.experts, found.cached_dense, found.cached_experts)
+    rates = [found.memory, *(rate for kind in kinds for rate in kind.values())]
     assert min(min(one.values()) for one in rates) > 1e5 and set(found.isas) >= {"portable"}
     assert all(tuple(one) == TOKENS for one in rates[1:])
     sizes = [disk.block_bytes for disk in found.disk]
     assert sizes == sorted(sizes) and sizes[0] < 1 << 17 and 4 << 20 < sizes[-1] <= 10 << 20, "what fits the memory"
     assert all(0 < disk.read_s <= disk.latency_s for disk in found.disk)
     assert all(0 < disk.beside_bytes_per_s <= disk.bytes_per_s for disk in found.disk)
-    assert all(0 <= seconds < 0.1 for seconds in asdict(found.bookkeeping).values()) and found.bookkeeping.wake_s > 0
+    assert found.keeps_in_cache(1 << 20) == (found.cache_bytes > 0) and not found.keeps_in_cache(found.cache_bytes + 1)
+    book = asdict(found.bookkeeping)
+    costs = [*book.pop("gate").values(), *book.pop("access").values(), *book.values()]
+    assert all(0 <= seconds < 0.1 for seconds in costs) and found.bookkeeping.wake_s > 0
     assert 0 < found.beside_loads_ratio <= 1
     assert (
-        0 < found.layer_s < 1
-        and 0 <= found.row_s < 1
+        0 < found.overhead.of(1, 1) < found.overhead.of(16, 8) < 1
+        and 0 <= found.row_overhead.of(16, 8) < 1
+        and found.drift_ratio >= 0
         and 20 << 20 < found.runtime_bytes < 200 << 20
         and 0 <= found.busy_ratio <= 1
     )
@@ -65,15 +72,40 @@ def test_a_measurement_is_whole_and_leaves_nothing_behind(small: None, tmp_path:
     assert Machine.from_json(json.loads(json.dumps(found.to_json()))) == found
 
 
+def overhead(layer_s: float) -> Overhead:
+    return Overhead(1e-6, Cost(layer_s, 1e-6))
+
+
+def test_costs_are_lines_without_negative_parts() -> None:
+    line = Cost.through((2, 5.0), (8, 17.0))
+    assert line == Cost(1.0, 2.0) and line.of(3) == 7.0
+    assert Cost.through((2, 5.0), (8, 4.0)) == Cost(5.0, 0.0), "more cannot take less"
+    assert Cost.through((2, 1.0), (4, 10.0)) == Cost(0.0, 4.5)
+    assert Overhead(1.0, line).of(4, 8) == 1.0 + 4 * 17.0
+
+
+def test_a_model_in_the_cache_is_read_at_its_rates() -> None:
+    machine = replace(
+        assumed_machine(2),
+        cache_bytes=32 << 20,
+        cached_dense={"int8-g32": {1: 5e11}},
+        cached_experts={"int4-g32": {1: 4e11}},
+    )
+    assert machine.keeps_in_cache(20 << 20) and not machine.keeps_in_cache(32 << 20)
+    assert machine.decode_bytes_per_s(Format("int8", 32), cached=True) == pytest.approx(5e11)
+    assert machine.decode_bytes_per_s(Format("int4", 32), experts=True, cached=True) == pytest.approx(4e11)
+    assert machine.decode_bytes_per_s(Format("int8", 32)) == assumed_machine(2).decode_bytes_per_s(Format("int8", 32))
+
+
 def test_kept_for_this_machine_and_disk_only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    mine = replace(assumed_machine(2), fingerprint=fingerprint(), layer_s=7e-6, is_measured=True)
+    mine = replace(assumed_machine(2), fingerprint=fingerprint(), overhead=overhead(7e-6), is_measured=True)
     assert not load_machine(tmp_path).is_measured
     keep_machine(mine, tmp_path)
     assert load_machine(tmp_path / "not there yet") == mine
     assert load_machine("/proc") == mine, "another disk of this machine: better than nothing"
-    keep_machine(replace(mine, layer_s=8e-6), "/proc")
+    keep_machine(replace(mine, overhead=overhead(8e-6)), "/proc")
     assert file_system("/proc") != file_system(tmp_path)
-    assert (load_machine("/proc").layer_s, load_machine(tmp_path).layer_s) == (8e-6, 7e-6)
+    assert (load_machine("/proc").overhead, load_machine(tmp_path).overhead) == (overhead(8e-6), overhead(7e-6))
     monkeypatch.setattr(machine_module, "fingerprint", lambda: "another machine")
     assert not load_machine(tmp_path).is_measured
 

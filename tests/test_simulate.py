@@ -100,9 +100,19 @@ def test_whoever_asks_for_a_load_pays_for_it_while_it_is_read():
     assert (loader.now_s, loader.ready_s(1)) == (0.5, 2.5), "the channel is awake"
     loader.now_s = 3.0
     loader.load(KEY, 2, demand=False)
-    assert loader.now_s == 3.3125
+    assert loader.now_s == 3.0625, "the price of a load ahead is for everything"
     loader.now_s = 4.5
     assert loader.is_ready(2)
+
+
+def test_loads_on_demand_make_the_computation_after_them_slower():
+    loader = ClockLoader(3, CHUNK_BYTES, CHUNK_BYTES, strain_s=0.5)
+    for slot, demand in enumerate((True, True, False)):
+        loader.load(KEY, slot, demand=demand)
+    loader.strain()
+    assert loader.now_s == 1.0
+    loader.strain()
+    assert loader.now_s == 1.0, "once"
 
 
 def test_computation_and_loads_slow_each_other_while_both_last():

@@ -20,7 +20,7 @@ from tidegate.planner.measure import measure_machine
 from tidegate.quant.formats import Format
 from tidegate.units import format_bytes, format_seconds
 
-MOST_BUSY_RATIO, TRIES = 0.05, 3
+MOST_BUSY_RATIO, MOST_DRIFT_RATIO, TRIES = 0.05, 0.25, 3
 SHOWN_TOKENS = 4
 
 
@@ -37,12 +37,13 @@ def command(
     machine: Machine | None = None
     for number in range(TRIES):
         found = measure_machine(where, threads or len(os.sched_getaffinity(0)))
-        if machine is None or found.busy_ratio < machine.busy_ratio:
+        if machine is None or _unrest(found) < _unrest(machine):
             machine = found
-        if machine.busy_ratio <= MOST_BUSY_RATIO:
+        if _unrest(machine) <= 1:
             break
         again = "; measuring again" if number + 1 < TRIES else ""
-        print(f"others use {found.busy_ratio:.0%} of the processors{again}", file=sys.stderr)
+        why = f"others use {found.busy_ratio:.0%} of the processors, and speeds moved by {found.drift_ratio:.0%}"
+        print(f"{why} meanwhile{again}", file=sys.stderr)
     assert machine is not None
     torch, missing = torch_with_cuda()
     if torch is not None:
@@ -56,6 +57,11 @@ def command(
     kept = keep_machine(machine, where)
     print(f"kept in {kept}", file=sys.stderr)
     return 0
+
+
+def _unrest(machine: Machine) -> float:
+    """At most 1 if the measurement can be trusted."""
+    return max(machine.busy_ratio / MOST_BUSY_RATIO, machine.drift_ratio / MOST_DRIFT_RATIO)
 
 
 def _file_to_read(name: str | None) -> Path:
@@ -91,15 +97,15 @@ def _lines(machine: Machine) -> list[str]:
             f"{_gb(disk.bytes_per_s)} when queued, {_gb(disk.beside_bytes_per_s)} beside computation"
         )
     lines.append(f"beside loads the kernels run at {machine.beside_loads_ratio:.0%}")
-    book = machine.bookkeeping
+    book, once = machine.bookkeeping, machine.overhead
     lines.append(
         f"an idle loader needs {format_seconds(book.wake_s)} to wake up and {format_seconds(book.rouse_s)} to be told; asking "
         f"for a load takes {format_seconds(book.miss_s)}, {format_seconds(book.ahead_s)} ahead of its need; a guess takes "
-        f"{format_seconds(book.gate_s)}"
+        f"{format_seconds(book.gate.base_s)} and {format_seconds(book.gate.each_s)} for each expert in it that is not here"
     )
     lines.append(
-        f"a layer costs {format_seconds(machine.layer_s)} beside its weights, {format_seconds(machine.row_s)} more for each "
-        f"further sequence; the process takes "
+        f"a step costs {format_seconds(once.step_s)} beside its weights and {format_seconds(once.layer.base_s)} a layer and "
+        f"{format_seconds(once.layer.each_s)} for each expert of a token; the process takes "
         f"{format_bytes(machine.runtime_bytes)} before a model; others used {machine.busy_ratio:.0%} of the processors"
     )
     if machine.cuda is not None:

@@ -9,6 +9,7 @@ from typing import Any
 
 from tidegate.engine.needs import PackedModel, Sizes
 from tidegate.plan import Needs, Plan, spread
+from tidegate.planner.costs import Cost, Overhead
 from tidegate.planner.forecast import Forecast, make_forecast
 from tidegate.planner.machine import TOKENS, DiskRate, Machine
 from tidegate.planner.routing import HitRates, expected_hits
@@ -134,8 +135,9 @@ def _forecast(
         dense=_kernels(rates),
         experts=_kernels(rates),
         disk=(DiskRate(blob, latency_s, latency_s - COPY_S, rate, rate),),
-        layer_s=LAYER_S,
-        row_s=0.0,
+        cache_bytes=0,
+        overhead=Overhead(0.0, Cost(LAYER_S)),
+        row_overhead=Overhead(0.0, Cost(0.0)),
         beside_loads_ratio=1.0,
         is_measured=rates.source != "assumed",
     )

@@ -15,11 +15,13 @@ import tidegate
 from tidegate.backends.cuda.probe import CudaRates
 from tidegate.checkpoint.files import cache_folder, whole_file
 from tidegate.memory.probe import machine_memory
+from tidegate.planner.costs import Bookkeeping, Cost, Overhead
 from tidegate.quant.formats import Format
 
 # Runtime before the arena: the engine with its libraries, and what a tokenizer adds for each entry of its vocabulary.
 RUNTIME_BYTES, RUNTIME_BYTES_PER_TOKEN = 46 << 20, 280
 _FILE = "hardware.json"
+_MOST_OF_CACHE = 0.75  # others use it, too
 TOKENS = (1, 2, 4, 8, 16, 64, 256)  # that one matrix serves, in the measurements
 Rates = Mapping[int, float]  # tokens -> packed bytes of weights a second
 
@@ -37,24 +39,14 @@ class DiskRate:
 
 
 @dataclass(frozen=True)
-class Bookkeeping:
-    """Seconds that the computing thread spends: ``miss_s`` on a load on demand, ``ahead_s`` on one ahead, ``rouse_s`` more on
-    either if the loader was idle; ``gate_s`` on asking a gate what it would choose, beside its weights, and on what follows.
-    ``wake_s``: from a load that finds the loader idle to its read."""
-
-    wake_s: float
-    miss_s: float
-    ahead_s: float
-    rouse_s: float
-    gate_s: float
-
-
-@dataclass(frozen=True)
 class Machine:
     """``memory``: bytes a second read by 1, 2, ... threads. ``dense`` and ``experts``: bytes of packed weights a second, by
-    format and by how many tokens each of them serves (a matrix; 8 experts of a layer). ``isas``: int4 matrices at one token, by
-    instruction set. ``layer_s``: what a layer costs beside its weights, ``row_s``: for each further sequence of a step.
-    ``beside_loads_ratio``: speed of the kernels while experts arrive, of that alone. ``busy_ratio``: the share of the processors
+    format and by how many tokens each of them serves (a matrix; 8 experts of a layer); ``cached_...``: of a model that stays in
+    the last cache, of ``cache_bytes``, beside what ``overhead`` counts. ``isas``: int4 matrices at one token, by
+    instruction set. ``overhead``: what a step costs beside weights, ``row_overhead``: each further sequence in it.
+    ``beside_loads_ratio``: speed of the kernels while experts arrive, of that alone. ``drift_ratio``: how far the time of a small
+    product of all threads moved during the measurement; on a virtual machine the processors themselves may move, and with them
+    all that threads do together. ``busy_ratio``: the share of the processors
     that others took meanwhile. ``cuda``: the first device, if there is one."""
 
     fingerprint: str
@@ -62,14 +54,18 @@ class Machine:
     memory: Rates
     dense: Mapping[str, Rates]
     experts: Mapping[str, Rates]
+    cache_bytes: int
+    cached_dense: Mapping[str, Rates]
+    cached_experts: Mapping[str, Rates]
     isas: Mapping[str, float]
-    layer_s: float
-    row_s: float
+    overhead: Overhead
+    row_overhead: Overhead
     disk: tuple[DiskRate, ...]
     bookkeeping: Bookkeeping
     beside_loads_ratio: float = 1.0
     runtime_bytes: int = RUNTIME_BYTES
     busy_ratio: float = 0.0
+    drift_ratio: float = 0.0
     is_measured: bool = True
     cuda: CudaRates | None = None
 
@@ -78,10 +74,18 @@ class Machine:
         known = [count for count in self.memory if count <= threads]
         return self.memory[max(known, default=min(self.memory))]
 
-    def decode_bytes_per_s(self, fmt: Format | None, *, experts: bool = False, tokens: float = 1) -> float:
+    def decode_bytes_per_s(
+        self, fmt: Format | None, *, experts: bool = False, tokens: float = 1, cached: bool = False
+    ) -> float:
         """Packed bytes a second when they serve so many tokens; plain float32 (None) and formats that were not measured: the
         nearest kind. Between the numbers of tokens that were measured time grows evenly, beyond them with the tokens."""
+        if cached:
+            return 1 / _byte_s(_nearest(self.cached_experts if experts else self.cached_dense, fmt), tokens)
         return 1 / _byte_s(_nearest(self.experts if experts else self.dense, fmt), tokens)
+
+    def keeps_in_cache(self, nbytes: int) -> bool:
+        """Whether weights of so many bytes in all stay in the last cache from step to step."""
+        return nbytes <= _MOST_OF_CACHE * self.cache_bytes
 
     def prefill_macs_per_s(self, fmt: Format | None) -> float:
         """Multiply-adds a second of a large prompt."""
@@ -162,7 +166,8 @@ class Machine:
     @staticmethod
     def from_json(data: dict[str, Any]) -> Machine:
         disk = tuple(DiskRate(**rate) for rate in data["disk"])
-        kernels = {kind: {fmt: _by_number(rates) for fmt, rates in data[kind].items()} for kind in ("dense", "experts")}
+        kinds = ("dense", "experts", "cached_dense", "cached_experts")
+        kernels = {kind: {fmt: _by_number(rates) for fmt, rates in data[kind].items()} for kind in kinds}
         cuda = CudaRates(**data["cuda"]) if data.get("cuda") else None
         return Machine(
             **{
@@ -171,7 +176,9 @@ class Machine:
                 "cuda": cuda,
                 "memory": _by_number(data["memory"]),
                 "disk": disk,
-                "bookkeeping": Bookkeeping(**data["bookkeeping"]),
+                "overhead": Overhead.from_json(data["overhead"]),
+                "row_overhead": Overhead.from_json(data["row_overhead"]),
+                "bookkeeping": Bookkeeping.from_json(data["bookkeeping"]),
             }
         )
 
@@ -195,8 +202,19 @@ def assumed_machine(threads: int) -> Machine:
         DiskRate(size, 80e-6 + size / 2e9, 50e-6 + size / 2e9, 2e9, 2e9)
         for size in (1 << 16, 1 << 18, 1 << 20, 1 << 22)
     )
-    bookkeeping = Bookkeeping(wake_s=30e-6, miss_s=10e-6, ahead_s=10e-6, rouse_s=20e-6, gate_s=15e-6)
-    return Machine("", threads, memory, rates, rates, {}, 120e-6, 20e-6, disk, bookkeeping, is_measured=False)
+    bookkeeping = Bookkeeping(
+        wake_s=30e-6,
+        miss_s=10e-6,
+        ahead_s=20e-6,
+        rouse_s=20e-6,
+        strain_s=10e-6,
+        gate=Cost(10e-6, 2e-6),
+        access=Cost(5e-6, 1e-6),
+    )
+    overhead, further = Overhead(100e-6, Cost(100e-6, 2e-6)), Overhead(20e-6, Cost(15e-6, 0.5e-6))
+    return Machine(
+        "", threads, memory, rates, rates, 0, {}, {}, {}, overhead, further, disk, bookkeeping, is_measured=False
+    )
 
 
 def fingerprint() -> str:

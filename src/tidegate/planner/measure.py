@@ -5,8 +5,9 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -17,7 +18,7 @@ from tidegate.memory.arena import Arena
 from tidegate.memory.ledger import Ledger
 from tidegate.planner.machine import TOKENS, Machine, Rates, fingerprint
 from tidegate.planner.measure_disk import measure_disk
-from tidegate.planner.measure_engine import EngineCosts, parse
+from tidegate.planner.measure_engine import SHAPES, EngineCosts, parse
 from tidegate.planner.measure_kernels import Kernels
 from tidegate.planner.tiny_store import write_tiny_store
 from tidegate.quant.formats import Format
@@ -30,7 +31,7 @@ _FILL = 0x33  # a byte that makes every format's scales and floats ordinary numb
 
 def measure_machine(path: Path, threads: int) -> Machine:
     """Takes about ten seconds and 0.7 GiB. ``path``: a file to read, or a folder in which one is written for a moment.
-    ``busy_ratio`` says how much others computed meanwhile."""
+    ``busy_ratio`` and ``drift_ratio`` say how much it can be trusted."""
     others = OtherWork()
     isa = _core.available_isas()[0]
     with probe_memory(MEMORY_BYTES + WORKSPACE_BYTES) as memory:
@@ -39,25 +40,42 @@ def measure_machine(path: Path, threads: int) -> Machine:
         counts = sorted({1, *(1 << n for n in range(threads.bit_length()) if 1 << n <= threads), threads})
         bandwidth = {n: Kernels(weights, _core.Compute(n, workspace, isa)).reads() for n in counts}
         kernels = Kernels(weights, _core.Compute(threads, workspace, isa))
-        dense = {name: _rates(kernels, name, experts=False) for name in FORMATS}
-        experts = {name: _rates(kernels, name, experts=True) for name in EXPERT_FORMATS}
+        together_s = [kernels.together_s()]
+        dense = {name: _rates(kernels.dense, name) for name in FORMATS}
+        together_s.append(kernels.together_s())
+        experts = {name: _rates(kernels.experts, name) for name in EXPERT_FORMATS}
+        together_s.append(kernels.together_s())
+        cache_bytes = last_cache_bytes()
+        small = Kernels(weights[: min(MEMORY_BYTES, cache_bytes // 2)], kernels.compute)
+        cached_dense, cached_experts = (
+            {name: _rates(partial(small.cached, experts=of_experts), name) for name in names} if cache_bytes else {}
+            for names, of_experts in ((FORMATS, False), (EXPERT_FORMATS, True))
+        )
         int4 = Format("int4", 32)
         isas = {
             name: Kernels(weights, _core.Compute(threads, workspace, name)).dense(int4, 1)
             for name in _core.available_isas()
         }
         disk, beside_loads = measure_disk(path, kernels)
-    costs = _engine_costs(threads)
+        together_s.append(kernels.together_s())
+        costs = _engine_costs(threads)
+        together_s.append(kernels.together_s())
     busy = round(others.ratio(), 3)
     return Machine(
-        fingerprint(), threads, bandwidth, dense, experts, isas, costs.layer_s, costs.row_s, disk, costs.bookkeeping,
-        beside_loads, costs.runtime_bytes, busy,
+        fingerprint(), threads, bandwidth, dense, experts, cache_bytes, cached_dense, cached_experts, isas, costs.overhead,
+        costs.row_overhead, disk, costs.bookkeeping, beside_loads, costs.runtime_bytes, busy,
+        round(max(costs.drift_ratio, max(together_s) / min(together_s) - 1), 3),
     )  # fmt: skip
 
 
-def _rates(kernels: Kernels, name: str, *, experts: bool) -> Rates:
-    measure = kernels.experts if experts else kernels.dense
+def _rates(measure: Callable[[Format, int], float], name: str) -> Rates:
     return {tokens: measure(Format.parse(name), tokens) for tokens in TOKENS}
+
+
+def last_cache_bytes() -> int:
+    """The largest cache of the first processor; 0 if the kernel does not say."""
+    sizes = Path("/sys/devices/system/cpu/cpu0/cache").glob("index*/size")
+    return max((int(size.read_text().strip().removesuffix("K")) << 10 for size in sizes), default=0)
 
 
 # The command line's modules first: they are part of the process that a model is loaded into.
@@ -65,14 +83,16 @@ _CHILD = """
 import sys
 import tidegate.cli.run
 from tidegate.planner.measure_engine import main
-main(sys.argv[1], int(sys.argv[2]))
+main(int(sys.argv[1]), sys.argv[2:])
 """
 
 
 def _engine_costs(threads: int) -> EngineCosts:
     with TemporaryDirectory(prefix="tidegate-hardware-") as folder:
-        store = write_tiny_store(Path(folder) / "store")
-        command = [sys.executable, "-c", _CHILD, str(store), str(threads)]
+        stores = [
+            write_tiny_store(Path(folder) / f"{layers}-{per_token}", layers, per_token) for layers, per_token in SHAPES
+        ]
+        command = [sys.executable, "-c", _CHILD, str(threads), *map(str, stores)]
         done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode:
         raise TidegateError(f"the probe of the engine's overhead failed: {done.stderr.strip().splitlines()[-1:]}")

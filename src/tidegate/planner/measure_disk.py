@@ -27,7 +27,7 @@ SHAPES = ((256, 32), (512, 64), *((INPUTS, width) for width in (32, 96, 320, 121
 THERE = (INPUTS, 1216)
 # The disk of a shared host is another one every few hundred milliseconds, so every size has its turn several times.
 PASSES, QUEUE, MOST_ROUNDS, READ_BYTES, FILE_BYTES = 6, 8, 40, 64 << 20, 384 << 20
-MOST_SLOTS, BEFORE_S, WARM_UP_S = 128, 150e-6, 10e-3
+MOST_SLOTS, BEFORE, WARM_UP_S = 128, 4, 10e-3
 LEAST_BLOCKS, ENOUGH_BLOCKS = 2, 64
 _TRIMMED = 0.05  # of the samples, at either end
 
@@ -129,13 +129,13 @@ class DiskProbe:
 
     def _layer_s(self, loader: _core.Loader, missing: int) -> float:
         """A layer for one token: so many experts are missing, and two are there, which keep all threads busy for a moment. As if
-        other layers had been computed before."""
+        another layer of such experts had been computed before: how long a disk has slept matters."""
         slots = [next(self._turns) for _ in range(missing)]
         self._last_slot = slots[-1]
         offsets = [next(self._places) for _ in range(missing)]
-        until_s = time.perf_counter() + BEFORE_S
-        while (start_s := time.perf_counter()) < until_s:
+        for _ in range(BEFORE):
             self._ready_s()
+        start_s = time.perf_counter()
         for slot, offset in zip(slots, offsets, strict=True):
             loader.load(slot, 0, offset, self._size, 0, True)
         self._ready_s()

@@ -39,7 +39,10 @@ def simulated_profile(model: PackedModel, options: EngineOptions, machine: Machi
         rouse_s=machine.bookkeeping.rouse_s,
         miss_s=machine.bookkeeping.miss_s,
         ahead_s=machine.bookkeeping.ahead_s,
+        strain_s=machine.bookkeeping.strain_s,
         load_beside_ratio=machine.beside_bytes_per_s(nbytes) / bandwidth,
         compute_beside_ratio=machine.beside_loads_ratio,
-        predict_s=machine.bookkeeping.gate_s + gate_bytes / clock.bytes_per_s(GATES_FORMAT, 1),
+        access_s=machine.bookkeeping.access.of(moe.num_experts_per_tok),
+        weigh_s=machine.bookkeeping.gate.each_s,
+        predict_s=machine.bookkeeping.gate.base_s + gate_bytes / clock.bytes_per_s(GATES_FORMAT, 1),
     )

@@ -59,8 +59,11 @@ class StepClock:
         self._model, self._plan, self._sizes, self._machine = model, plan, sizes, machine
         self._memory = machine.memory_bytes_per_s(threads)
         self._scale = min(1.0, self._memory / machine.memory_bytes_per_s(machine.threads))
-        self._prefetches = prefetch and plan.resident_ratio < 1 and _has_guesses(plan, sizes)
+        self._is_scarce = plan.resident_ratio < 1
+        self._prefetches = prefetch and self._is_scarce and _has_guesses(plan, sizes)
         self._chunks_s: dict[tuple[int, int, int], float] = {}
+        resident_bytes = sum(slots * layout.blob_bytes for slots, layout in zip(plan.slots, model.layouts, strict=True))
+        self._is_cached = machine.keeps_in_cache(sum(entry.nbytes for entry in model.dense.values()) + resident_bytes)
         self.load_s = machine.load_s(plan.needs.slot_bytes) if model.layouts else 0.0
 
     @property
@@ -110,7 +113,11 @@ class StepClock:
         return total_s, first_s
 
     def _overhead_s(self, rows: int) -> float:
-        return self._model.config.num_layers * (self._machine.layer_s + (rows - 1) * self._machine.row_s)
+        config, machine = self._model.config, self._machine
+        chosen = config.moe.num_experts_per_tok * config.num_moe_layers / config.num_layers if config.moe else 0.0
+        further_s = (rows - 1) * machine.row_overhead.of(config.num_layers, chosen)
+        access_s = config.num_moe_layers * machine.bookkeeping.access.of(self.distinct)
+        return machine.overhead.of(config.num_layers, chosen) + further_s + (access_s if self._is_scarce else 0.0)
 
     def _dense_s(self, tokens: int, logit_rows: int) -> float:
         """Dense weights that serve so many tokens; the head only those whose logits are wanted, the input table is not read."""
@@ -123,7 +130,8 @@ class StepClock:
 
     def bytes_per_s(self, fmt: Format | None, tokens: float, *, experts: bool = False) -> float:
         """Of weights that serve so many tokens."""
-        return self._machine.decode_bytes_per_s(fmt, experts=experts, tokens=max(1.0, tokens)) * self._scale
+        rate = self._machine.decode_bytes_per_s(fmt, experts=experts, tokens=max(1.0, tokens), cached=self._is_cached)
+        return rate * self._scale
 
     def _expert_s(self, layout: ExpertLayout, tokens: float) -> float:
         """One expert on ``tokens`` of its own."""

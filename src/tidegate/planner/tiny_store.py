@@ -14,16 +14,17 @@ from tidegate.models.families import model_config
 from tidegate.quant.formats import Format
 
 _CONFIG = {
-    "model_type": "qwen3_moe", "vocab_size": 256, "hidden_size": 64, "num_hidden_layers": 16, "num_attention_heads": 4,
-    "num_key_value_heads": 2, "head_dim": 16, "num_experts": 32, "num_experts_per_tok": 8, "moe_intermediate_size": 32,
+    "model_type": "qwen3_moe", "vocab_size": 256, "hidden_size": 64, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "head_dim": 16, "num_experts": 32, "moe_intermediate_size": 32,
     "max_position_embeddings": 512, "norm_topk_prob": True,
 }  # fmt: skip
 
 
-def write_tiny_store(folder: Path) -> Path:
+def write_tiny_store(folder: Path, num_layers: int, experts_per_token: int) -> Path:
     """Random weights of a Qwen3-MoE in miniature; returns ``folder``, which must not exist."""
     folder.mkdir(parents=True)
-    config, rng = model_config(_CONFIG), np.random.default_rng(0)
+    shape = {"num_hidden_layers": num_layers, "num_experts_per_tok": experts_per_token}
+    config, rng = model_config(_CONFIG | shape), np.random.default_rng(0)
     int8, int4 = Format("int8", 32), Format("int4", 32)
     formats = {tensor.name: int8 for tensor in dense_tensors(config) if tensor.is_matrix}
     entries, layers = lay_out(config, formats, [(int4, int4)] * config.num_moe_layers)

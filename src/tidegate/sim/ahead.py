@@ -32,7 +32,8 @@ Foresight = Predictor | Gates
 
 
 class Ahead(ABC):
-    """``spend`` is called with the number of predictions that were made, each of which takes time."""
+    """``spend`` is called with the number of predictions that were made, each of which takes time, and perhaps with how many of
+    the experts that they name are not in memory."""
 
     @abstractmethod
     def begin_step(self, step: Step) -> None:
@@ -51,7 +52,7 @@ def make_ahead(
     cache: ExpertCache,
     loader: ClockLoader,
     options: PrefetchOptions,
-    spend: Callable[[int], None],
+    spend: Callable[..., None],
 ) -> Ahead:
     """Without a threshold in ``options`` as the engine does it."""
     if isinstance(foresight, Gates):
@@ -76,7 +77,7 @@ class PredictorAhead(Ahead):
     """Drives a Foreseer as the engine does."""
 
     def __init__(
-        self, predictor: Predictor, cache: ExpertCache, loader: ClockLoader, reach: int, spend: Callable[[int], None]
+        self, predictor: Predictor, cache: ExpertCache, loader: ClockLoader, reach: int, spend: Callable[..., None]
     ) -> None:
         self._predictor, self._cache, self._loader, self._reach, self._spend = predictor, cache, loader, reach, spend
         self._foreseer: Foreseer | None = None
@@ -107,7 +108,7 @@ class PredictorAhead(Ahead):
 class FixedAhead(Ahead):
     """Drives a Prefetcher."""
 
-    def __init__(self, predictor: Predictor, prefetcher: Prefetcher, spend: Callable[[int], None]) -> None:
+    def __init__(self, predictor: Predictor, prefetcher: Prefetcher, spend: Callable[..., None]) -> None:
         self._predictor, self._prefetcher, self._spend = predictor, prefetcher, spend
 
     def begin_step(self, step: Step) -> None:
@@ -127,7 +128,7 @@ class GatesAhead(Ahead):
     """Drives a Lookahead as the MoE layers of the engine do."""
 
     def __init__(
-        self, cache: ExpertCache, loader: ClockLoader, curves: Sequence[Curve], spend: Callable[[int], None]
+        self, cache: ExpertCache, loader: ClockLoader, curves: Sequence[Curve], spend: Callable[..., None]
     ) -> None:
         self._cache, self._loader, self._curves, self._spend = cache, loader, curves, spend
         self._lookahead: Lookahead | None = None
@@ -156,6 +157,8 @@ class GatesAhead(Ahead):
         if not lookahead.wants_guesses or np.isnan(margins_TG).all():
             return
         self._spend(1)  # one gate, however many rows
-        for ranked, margins in zip(step.guesses_TLRG[:, layer, distance], margins_TG, strict=True):
+        for guessed, margins in zip(step.guesses_TLRG[:, layer, distance], margins_TG, strict=True):
             named = ~np.isnan(margins)
-            lookahead.foresee(layer, distance, ranked[named].tolist(), margins[named].tolist())
+            ranked = guessed[named].tolist()
+            self._spend(0, len(set(ranked).difference(self._cache.residents(layer))))
+            lookahead.foresee(layer, distance, ranked, margins[named].tolist())

@@ -26,17 +26,19 @@ class ClockLoader(Loader):
 
     If a load finds the channel idle, reading begins ``wake_s`` later, the channel is not busy until then, and the read takes
     ``first_read_s`` longer than one that waits in the queue, which begins as soon as its turn comes. Whoever asks for a load
-    spends ``miss_s`` on it, ``ahead_s`` on one that is not needed yet, and ``rouse_s`` more to wake the channel.
+    spends ``miss_s`` on it and ``rouse_s`` more to wake the channel, and the computation after it takes ``strain_s`` longer;
+    or all in all ``ahead_s`` if it is not needed yet.
     """
 
     def __init__(
         self, num_slots: int, expert_bytes: int, bandwidth_bytes_per_s: float, wake_s: float = 0.0, *,
-        first_read_s: float = 0.0, rouse_s: float = 0.0, miss_s: float = 0.0, ahead_s: float = 0.0,
+        first_read_s: float = 0.0, rouse_s: float = 0.0, miss_s: float = 0.0, ahead_s: float = 0.0, strain_s: float = 0.0,
         load_beside_ratio: float = 1.0, compute_beside_ratio: float = 1.0,
     ) -> None:  # fmt: skip
         self.now_s = 0.0
         self._wake_s, self._first_read_s = wake_s, first_read_s
-        self._rouse_s, self._miss_s, self._ahead_s = rouse_s, miss_s, ahead_s
+        self._rouse_s, self._miss_s, self._ahead_s, self._strain_s = rouse_s, miss_s, ahead_s, strain_s
+        self._new_loads = 0
         self._load_speed, self._compute_speed = load_beside_ratio, compute_beside_ratio
         self._slow_each_other = load_beside_ratio != 1.0 or compute_beside_ratio != 1.0
         self._loading: list[int] = []  # on demand, kept only where they are slowed
@@ -58,7 +60,13 @@ class ClockLoader(Loader):
         else:
             self._ready_s[slot] = _NEVER
             self._queue.append(_Speculation(slot, self.now_s, self._expert_bytes))
-        self.now_s += (self._miss_s if demand else self._ahead_s) + self._rouse_s * is_idle
+        self.now_s += self._miss_s + self._rouse_s * is_idle if demand else self._ahead_s
+        self._new_loads += demand
+
+    def strain(self) -> None:
+        """The computation after the loads on demand since the last call is through."""
+        self.now_s += self._new_loads * self._strain_s
+        self._new_loads = 0
 
     def cancel(self, slot: int) -> bool:
         """A chunk that is under way still keeps the channel, as in the native loader."""

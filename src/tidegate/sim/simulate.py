@@ -23,9 +23,10 @@ from tidegate.sim.replay import Step
 class Profile:
     """A machine and a model in seconds and bytes. ``dense_s``: everything of a layer but its routed experts; ``expert_s``: one
     expert's computation, once a step however many rows use it (decoding reads its weights once); ``token_s``: embedding,
-    logits and sampling of a step; ``predict_s``: one call of a predictor, or one gate asked. ``wake_s``, ``first_read_s``,
-    ``rouse_s``, ``miss_s``, ``ahead_s``: see ClockLoader. ``..._beside_ratio``: speed of
-    loads and of computation while both go on, of that alone."""
+    logits and sampling of a step; ``predict_s``: one call of a predictor, or one gate asked, and ``weigh_s``: each expert that
+    a gate names and that is not in memory; ``access_s``: a layer that lacks experts, beyond one that has all. ``wake_s``,
+    ``first_read_s``, ``rouse_s``, ``miss_s``, ``ahead_s``, ``strain_s``: see ClockLoader. ``..._beside_ratio``: speed of loads
+    and of computation while both go on, of that alone."""
 
     expert_bytes: int
     bandwidth_bytes_per_s: float
@@ -37,7 +38,10 @@ class Profile:
     rouse_s: float = 0.0
     miss_s: float = 0.0
     ahead_s: float = 0.0
+    strain_s: float = 0.0
     predict_s: float = 0.0
+    weigh_s: float = 0.0
+    access_s: float = 0.0
     load_beside_ratio: float = 1.0
     compute_beside_ratio: float = 1.0
 
@@ -103,23 +107,27 @@ def simulate(
     loader = ClockLoader(
         sum(capacities), profile.expert_bytes, profile.bandwidth_bytes_per_s, profile.wake_s,
         first_read_s=profile.first_read_s, rouse_s=profile.rouse_s, miss_s=profile.miss_s, ahead_s=profile.ahead_s,
+        strain_s=profile.strain_s,
         load_beside_ratio=profile.load_beside_ratio, compute_beside_ratio=profile.compute_beside_ratio,
     )  # fmt: skip
     cache = ExpertCache(capacities, num_experts, make_policy, loader, share=share)
 
-    def spend(predictions: int) -> None:
-        loader.compute(predictions * profile.predict_s)
+    def spend(predictions: int, weighed: int = 0) -> None:
+        loader.compute(predictions * profile.predict_s + weighed * profile.weigh_s)
 
     ahead = make_ahead(predictor, cache, loader, prefetch or PrefetchOptions(), spend) if predictor else None
     outcome = Outcome(counters=cache.counters)
     layers = range(len(capacities))
+    dense_s = profile.dense_s + (profile.access_s if min(capacities) < num_experts else 0.0)
     for step in steps:
+        if cache.is_complete:
+            ahead = None  # as in the engine
         if ahead is not None:
             ahead.begin_step(step)
         for layer in layers:
             if ahead is not None:
                 ahead.at_start(layer)
-            loader.compute(profile.dense_s)
+            loader.compute(dense_s)
             _visit(cache, loader, layer, step, profile.expert_s, ahead, outcome)
         loader.compute(profile.token_s)
         outcome.tokens += len(step.token_T)
@@ -146,3 +154,4 @@ def _visit(
                 outcome.stall_s += ready_s - loader.now_s
                 loader.now_s = ready_s
             loader.compute(expert_s)
+    loader.strain()

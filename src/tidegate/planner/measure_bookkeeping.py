@@ -1,0 +1,324 @@
+"""What cache, guesses and loads cost the thread that computes. Mostly the model that comes with Tidegate, run for real, because
+what such work takes depends on what the caches and the other threads do just then."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import asdict, dataclass
+from itertools import chain, islice, product
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+import tidegate
+from tidegate import _core
+from tidegate.backends.base import F32Array, I32Array
+from tidegate.backends.cpu import CpuBackend
+from tidegate.checkpoint.open import BUILTIN_STORE
+from tidegate.config import SamplingOptions
+from tidegate.engine import bench
+from tidegate.engine.model import Model
+from tidegate.engine.sequence import Sequence as Request
+from tidegate.experts.base import CacheCounters, InstantLoader
+from tidegate.experts.cache import ExpertCache
+from tidegate.experts.loader import NativeLoader
+from tidegate.experts.lookahead import DISTANCES, Lookahead
+from tidegate.experts.policy import DEFAULT_POLICY, policy_factory
+from tidegate.models.guesses import Guess
+from tidegate.models.moe import Experts
+from tidegate.planner.costs import Bookkeeping, Cost
+
+_ROUNDS, _TOKENS, _PASSES = 200, 160, 7
+_WORK_BYTES = 1 << 20
+_COUNT_EVERY = 8
+_TEXT = Path(bench.__file__).with_suffix(".txt")
+
+
+def measure_bookkeeping(threads: int) -> tuple[Bookkeeping, float]:
+    """The built-in model decodes the same tokens with everything in memory, with nobody looking, somebody looking, and gates that
+    are asked; and with half of its experts, without and with prefetch. Also how far passes were apart."""
+    with tidegate.load(BUILTIN_STORE, memory="1GiB", context=_TOKENS + 1, threads=threads) as model:
+        decoding = _Decoding(model)
+        turns = [decoding.turn() for _ in range(_PASSES)]
+        miss_s, beyond = decoding.apart()
+    visits, gates = _TOKENS * decoding.num_layers, _TOKENS * DISTANCES * (decoding.num_layers - 1)
+    here_s = beyond.of(decoding.per_token)
+
+    def of_turn(alone: _Run, here: _Run, all_named: _Run, half_named: _Run, off: _Run, auto: _Run) -> Bookkeeping:
+        few, many = ((run.missing, (run.total_s - here.total_s) / gates) for run in (all_named, half_named))
+        gate, wakes_per_miss = Cost.through(few, many), off.wakes / max(1, off.misses)
+        rouse_s = max(0.0, off.visit_s - here.visit_s - visits * here_s - off.misses * miss_s) / max(1, off.wakes)
+        strain_s = max(0.0, off.rest_s - here.rest_s) / max(1, off.misses)
+        demand_s = auto.misses * (miss_s + strain_s + wakes_per_miss * rouse_s)
+        ahead_s = auto.busy_s - here.busy_s - visits * here_s - gates * gate.of(auto.missing) - demand_s
+        return Bookkeeping(
+            wake_s=auto.wake_s / max(1, auto.wakes),
+            miss_s=miss_s,
+            ahead_s=max(0.0, ahead_s) / max(1, auto.issued),
+            rouse_s=rouse_s,
+            strain_s=strain_s,
+            gate=gate,
+            access=Cost(max(0.0, here.total_s - alone.total_s) / visits + beyond.base_s, beyond.each_s),
+        )
+
+    return _middle([of_turn(*turn) for turn in turns]), spread_ratio([turn[1].total_s for turn in turns])
+
+
+def spread_ratio(times_s: Sequence[float]) -> float:
+    """How far the slowest is from the fastest, apart from the two farthest."""
+    inner = sorted(times_s)[1:-1]
+    return inner[-1] / inner[0] - 1
+
+
+def _middle(found: Sequence[Bookkeeping]) -> Bookkeeping:
+    """The median of each number."""
+
+    def median(numbers: Sequence[Any]) -> Any:
+        if isinstance(numbers[0], dict):
+            return {name: median([one[name] for one in numbers]) for name in numbers[0]}
+        return statistics.median(numbers)
+
+    return Bookkeeping.from_json(median([asdict(one) for one in found]))
+
+
+@dataclass
+class _Run:
+    """Decoding the tokens once. ``busy_s``: all but waiting for loads; ``rest_s``: no bookkeeping either."""
+
+    total_s: float
+    wait_s: float
+    visit_s: float
+    guess_s: float
+    wake_s: float
+    wakes: int
+    misses: int
+    issued: int
+    missing: float  # of a guess, on average
+
+    @property
+    def busy_s(self) -> float:
+        return self.total_s - self.wait_s
+
+    @property
+    def rest_s(self) -> float:
+        return self.busy_s - self.visit_s - self.guess_s
+
+
+class _Decoding:
+    """One model and its loader under one cache after the other."""
+
+    def __init__(self, model: Model) -> None:
+        self.runtime = model.runtime
+        self._ids = model.encode(_TEXT.read_text(encoding="utf-8"))[:_TOKENS]
+        experts, loader = self.runtime.experts, self.runtime.loader
+        assert experts is not None and loader is not None
+        self._experts: Experts = experts
+        self._loader: NativeLoader = loader
+        self.num_layers, self._num_experts = experts.cache.num_layers, experts.cache.num_experts
+        self.per_token = self.runtime.plan.needs.min_slots
+
+    def turn(self) -> tuple[_Run, _Run, _Run, _Run, _Run, _Run]:
+        """Everything here; with somebody looking, which takes layers apart as in a cache that lacks experts; with gates asked,
+        who name only experts that are here, or others, too; half of the experts here without prefetch, and with it."""
+        count = self._num_experts
+        self._set_cache(count)
+        return (
+            self._run(None),
+            self._run(_Weighing(self.num_layers, self.per_token, frozenset(), count, wants_guesses=False)),
+            self._run(_Weighing(self.num_layers, self.per_token, frozenset(range(count)), count)),
+            self._run(_Weighing(self.num_layers, self.per_token, frozenset(range(0, count, 2)), count)),
+            self._half(prefetch=False),
+            self._half(prefetch=True),
+        )
+
+    def apart(self) -> tuple[float, Cost]:
+        """``miss_s`` and ``access``."""
+        backend, count = self.runtime.decoder.backend, self._num_experts
+        assert isinstance(backend, CpuBackend)
+        work = _Work(backend.compute)
+        return _miss_s(self._loader, count, work), _access(self.num_layers, count, work)
+
+    def _half(self, *, prefetch: bool) -> _Run:
+        self._set_cache(self._num_experts // 2)
+        if prefetch:
+            self._experts.lookahead = _Counting(self._experts.cache, self.per_token, self._loader.busy_ratio)
+        return self._run(None)
+
+    def _set_cache(self, slots: int) -> None:
+        capacities, make_policy = [slots] * self.num_layers, policy_factory(DEFAULT_POLICY)
+        self._experts.cache = ExpertCache(capacities, self._num_experts, make_policy, self._loader, share=True)
+        self._experts.lookahead = None
+
+    def _run(self, weighing: _Weighing | None) -> _Run:
+        experts, lookahead = self._experts, self._experts.lookahead
+        self._decode()
+        experts.trace = weighing
+        before = self._counts()
+        self._decode()
+        after = self._counts()
+        experts.trace = None
+        counting = weighing or (lookahead if isinstance(lookahead, _Counting) else None)
+        missing = counting.missing / max(1, counting.guesses) if counting else 0.0
+        spent: list[Any] = [*(now - then for now, then in zip(after, before, strict=True)), missing]
+        return _Run(*spent)
+
+    def _decode(self) -> None:
+        engine, (first, *others) = self.runtime.engine, self._ids
+        request = Request(1, [first], len(self._ids), SamplingOptions(ignore_eos=True))
+        engine.scheduler.add(request)
+        for token in [*others, 0]:  # whatever the model chooses, it reads on
+            engine.step()
+            request.tokens[-1] = token
+
+    def _counts(self) -> tuple[float, ...]:
+        times, loader, cache = self.runtime.engine.times, self._loader.counters(), self._experts.cache.counters
+        seconds = (loader.wait_ns, self._experts.visit_ns, self._experts.guess_ns, loader.wake_ns)
+        return (
+            times.prefill_s + times.decode_s, *(ns * 1e-9 for ns in seconds), loader.wakes, cache.misses,
+            cache.prefetch_issued,
+        )  # fmt: skip
+
+
+class _Weighing:
+    """A trace that keeps nothing: it asks the gates for their guesses and weighs them as if the experts ``here`` were in
+    memory."""
+
+    wants_hidden = False
+
+    def __init__(
+        self, num_layers: int, per_token: int, here: frozenset[int], num_experts: int, *, wants_guesses: bool = True
+    ) -> None:
+        self.wants_guesses = wants_guesses
+        cache = _Unmoved(num_layers, here, num_experts)
+        self._lookahead = Lookahead(cache, per_token, lambda: 0.0)  # type: ignore[arg-type]
+        self._num_layers, self._layer = num_layers, 0
+        self._here, self._named = here, list[Sequence[int]]()
+
+    @property
+    def guesses(self) -> int:
+        return len(self._named)
+
+    @property
+    def missing(self) -> int:
+        """Experts that were named and not in memory."""
+        return sum(expert not in self._here for named in self._named for expert in named)
+
+    def record(self, topk_expert_ids_TK: I32Array, topk_weights_TK: F32Array, hidden_TD: F32Array | None) -> None:
+        """A layer has chosen."""
+        if not self.wants_guesses:
+            return
+        if self._layer == 0:
+            self._lookahead.begin_step(len(topk_expert_ids_TK))
+        self._lookahead.after_route(self._layer, topk_expert_ids_TK[0].tolist())
+        self._layer = (self._layer + 1) % self._num_layers
+
+    def record_guess(self, guess: Guess) -> None:
+        """As Experts.tell."""
+        for ranked, margins in zip(guess.experts_TG, guess.margins_TG, strict=True):
+            self._named.append(ranked)
+            self._lookahead.foresee(guess.layer, guess.distance, ranked, margins)
+
+
+class _Unmoved:
+    """A cache that has the experts ``here`` in every layer and gets no more."""
+
+    def __init__(self, num_layers: int, here: frozenset[int], num_experts: int) -> None:
+        self.num_layers, self.num_experts = num_layers, num_experts
+        self.counters = CacheCounters()
+        self._is_here = bytearray(expert in here for expert in range(num_experts))
+
+    def capacity(self, layer: int) -> int:
+        return sum(self._is_here)
+
+    def is_here(self, layer: int) -> bytearray:
+        return self._is_here
+
+    def worth(self, layer: int, odds: float) -> float:
+        return odds
+
+    def prefetch(self, layer: int, expert: int, value: float, keep: Collection[int]) -> bool:
+        return False
+
+    def cancel_refuted(self, layer: int) -> None:
+        pass
+
+
+class _Counting(Lookahead):
+    """Looks now and then how many of the named experts are not in memory."""
+
+    def __init__(self, cache: ExpertCache, per_token: int, busy_ratio: Callable[[], float]) -> None:
+        super().__init__(cache, per_token, busy_ratio)
+        self._resident, self._calls = cache.residents, 0
+        self.guesses = self.missing = 0
+
+    def foresee(self, layer: int, distance: int, ranked: Sequence[int], margins: Sequence[float]) -> None:
+        self._calls += 1
+        if self._calls % _COUNT_EVERY == 0:
+            self.guesses += 1
+            self.missing += len(set(ranked).difference(self._resident(layer)))
+        super().foresee(layer, distance, ranked, margins)
+
+
+class _Work:
+    """As a layer would: the threads are awake when loads are asked for, and other data is in the nearest caches."""
+
+    def __init__(self, compute: _core.Compute) -> None:
+        self._compute, self._bytes = compute, np.ones(_WORK_BYTES, np.uint8)
+
+    def __call__(self) -> None:
+        _core.read_all(self._compute, self._bytes)
+
+
+def _miss_s(loader: NativeLoader, num_experts: int, work: _Work) -> float:
+    """A further load of a visit, in a cache that has half of the experts. ``loader`` is used by nobody else."""
+    cache = ExpertCache([num_experts // 2], num_experts, policy_factory(DEFAULT_POLICY), loader)
+    following, took_s = 0, dict[int, list[float]]()
+    for _, count in product(range(_ROUNDS), (1, 4)):
+        turn = chain(range(following, num_experts), range(following))
+        absent = list(islice((expert for expert in turn if expert not in cache.residents(0)), count))
+        following = absent[-1] + 1
+        here = list(islice(cache.residents(0), 4 - count)) if cache.residents(0) else []
+        work()
+        start_s = time.perf_counter()
+        visit = cache.visit(0, here + absent, [here + absent])
+        placement = next(visit)  # the loads are on their way
+        took_s.setdefault(count, []).append(time.perf_counter() - start_s)
+        for slot in placement.slots:
+            loader.wait(slot)
+        visit.close()
+    return max(0.0, statistics.median(took_s[4]) - statistics.median(took_s[1])) / 3
+
+
+def _access(num_layers: int, num_experts: int, work: _Work) -> Cost:
+    """Of a visit that finds everything, in a layer that lacks other experts against one that has all."""
+    few, many = (
+        (needed, _hits_s([num_experts // 2] * num_layers, needed, num_experts, work)
+         - _hits_s([num_experts] * num_layers, needed, num_experts, work))
+        for needed in (2, 8)
+    )  # fmt: skip
+    return Cost.through(few, many)
+
+
+def _hits_s(capacities: Sequence[int], needed: int, num_experts: int, work: _Work) -> float:
+    """A visit of each layer, over the layers; the mean, because slots move between layers now and then."""
+    cache = ExpertCache(capacities, num_experts, policy_factory(DEFAULT_POLICY), InstantLoader(), share=True)
+    rng, took_s = np.random.default_rng(0), 0.0
+    for layer, slots in enumerate(capacities):
+        for first in range(0, slots, needed):
+            _visit(cache, layer, list(range(first, min(slots, first + needed))))
+    for _ in range(_ROUNDS):
+        here = [rng.permutation(sorted(cache.residents(layer)))[:needed].tolist() for layer in range(len(capacities))]
+        work()
+        start_s = time.perf_counter()
+        for layer, experts in enumerate(here):
+            _visit(cache, layer, experts)
+        took_s += time.perf_counter() - start_s
+    return took_s / _ROUNDS / len(capacities)
+
+
+def _visit(cache: ExpertCache, layer: int, experts: list[int]) -> None:
+    for _ in cache.visit(layer, experts, [experts]):
+        pass
