@@ -164,12 +164,11 @@ void bind_loader(nb::module_& m) {
       .def_ro("wake_ns", &LoaderCounters::wake_ns);
   nb::class_<Loader, SlotSource>(m, "Loader", "Threads that read blobs into slots; see loader.h.")
       .def("__init__", [](Loader* self, std::shared_ptr<FileSet> files, const std::vector<std::uintptr_t>& addresses,
-                          std::int64_t slot_bytes, int threads, std::int64_t chunk_bytes, bool verify, int demand_chunks) {
+                          std::int64_t slot_bytes, int threads, std::int64_t chunk_bytes, bool verify) {
         std::vector<std::uint8_t*> slots;
         for (const std::uintptr_t address : addresses) slots.push_back(reinterpret_cast<std::uint8_t*>(address));
-        new (self) Loader(std::move(files), std::move(slots), slot_bytes, {threads, chunk_bytes, verify, demand_chunks});
+        new (self) Loader(std::move(files), std::move(slots), slot_bytes, {threads, chunk_bytes, verify});
       }, "files"_a, "addresses"_a, "slot_bytes"_a, "threads"_a, "chunk_bytes"_a, "verify"_a,
-           "demand_chunks"_a = 1,
            "The caller keeps the slots' memory until close().")
       .def("load", [](Loader& loader, int slot, int file, std::int64_t offset, std::int64_t nbytes, std::uint32_t crc,
                       bool demand) { loader.load(slot, {file, offset, nbytes, crc, demand}); },

@@ -43,7 +43,6 @@ Loader::Loader(std::shared_ptr<FileSet> files, std::vector<std::uint8_t*> slots,
   if (options_.chunk_bytes < kDirectAlignment || options_.chunk_bytes % kDirectAlignment != 0) {
     throw std::invalid_argument("chunk_bytes must be a multiple of 4096");
   }
-  if (options_.demand_chunks < 1) throw std::invalid_argument("a request is at least one chunk");
   for (int i = 0; i < options_.num_threads; ++i) threads_.emplace_back([this] { work(); });
 }
 
@@ -242,8 +241,7 @@ Loader::JobEnd Loader::read_chunks(Job& job) {
     if (s.ticket.load(std::memory_order_relaxed) != job.ticket) return JobEnd::kStopped;
     const bool demand = s.demand.load(std::memory_order_relaxed);
     if (!demand && num_demand_queued_.load(std::memory_order_relaxed) > 0) return JobEnd::kStopped;
-    const std::int64_t chunk_bytes = options_.chunk_bytes * (demand ? options_.demand_chunks : 1);
-    const std::int64_t wanted = std::min(chunk_bytes, request.nbytes - job.done_bytes);
+    const std::int64_t wanted = std::min(options_.chunk_bytes, request.nbytes - job.done_bytes);
     std::uint8_t* dest = addresses_[job.slot] + job.done_bytes;
     const std::int64_t start_ns = now_ns();
     const ReadResult result = files_->read(request.file, request.offset + job.done_bytes, wanted, dest);

@@ -40,9 +40,8 @@ struct LoadFailure {
 
 struct LoaderOptions {
   int num_threads = 2;
-  std::int64_t chunk_bytes = 1 << 20;  // a load can be cancelled or overtaken between requests of so many bytes
+  std::int64_t chunk_bytes = 4 << 20;  // a load can be cancelled or overtaken between requests of so many bytes
   bool verify = false;                 // compare the crc32 of every blob
-  int demand_chunks = 1;               // chunks in a request of a demand load: nobody overtakes it, and each costs a pause
 };
 
 struct LoaderCounters {

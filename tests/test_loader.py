@@ -54,7 +54,7 @@ def slots_of(count: int, nbytes: int = BLOB) -> list[NDArray[np.uint8]]:
 def loader_of(
     store: Store, count: int, options: LoaderOptions | None = None, reader: _core.BlockReader | None = None
 ) -> Iterator[NativeLoader]:
-    options = replace(options or LoaderOptions(demand_chunks=1), chunk_bytes=CHUNK)
+    options = replace(options or LoaderOptions(), chunk_bytes=CHUNK)
     loader = NativeLoader(store, slots_of(count, store.blob_bytes), options, reader)
     try:
         yield loader
@@ -110,7 +110,7 @@ def test_demand_goes_first_and_overtakes_between_chunks(store: Store) -> None:
     """One thread behind a gate: the order of its reads is exactly the order that the priorities ask for."""
     reader = _core.FaultyReader()
     reader.close_gate()
-    with loader_of(store, 6, LoaderOptions(threads=1, demand_chunks=1), reader) as loader:
+    with loader_of(store, 6, LoaderOptions(threads=1), reader) as loader:
         loader.load(ExpertKey(0, 0), 0, demand=False)
         until(lambda: reader.num_waiting == 1)  # its first chunk is in flight
         loader.load(ExpertKey(0, 2), 1, demand=False)
@@ -135,7 +135,7 @@ def test_demand_goes_first_and_overtakes_between_chunks(store: Store) -> None:
 def test_cancelling_queued_in_flight_and_ready_loads(store: Store) -> None:
     reader = _core.FaultyReader()
     reader.close_gate()
-    with loader_of(store, 3, LoaderOptions(threads=1, demand_chunks=1), reader) as loader:
+    with loader_of(store, 3, LoaderOptions(threads=1), reader) as loader:
         loader.load(ExpertKey(0, 0), 0, demand=True)
         loader.load(ExpertKey(0, 2), 1, demand=True)
         until(lambda: reader.num_waiting == 1)
@@ -151,15 +151,6 @@ def test_cancelling_queued_in_flight_and_ready_loads(store: Store) -> None:
         assert (counters.cancelled_loads, counters.wasted_bytes) == (2, CHUNK)
         assert [offset for offset, _, _ in reader.log()][:1] == [store.blob(ExpertKey(0, 0)).offset]
         assert len(reader.log()) == 1 + 3
-
-
-def test_a_demand_load_is_read_in_larger_requests(store: Store) -> None:
-    reader = _core.FaultyReader()
-    with loader_of(store, 2, LoaderOptions(demand_chunks=2), reader) as loader:
-        for slot, demand in enumerate((True, False)):
-            loader.load(ExpertKey(0, slot), slot, demand=demand)
-            assert zlib.crc32(loader.wait(slot)) == store.blob(ExpertKey(0, slot)).crc32
-    assert [nbytes for _, nbytes, _ in reader.log()] == [2 * CHUNK, CHUNK, CHUNK, CHUNK, CHUNK]
 
 
 def test_a_waiter_wakes_up_when_its_load_is_cancelled(store: Store) -> None:
@@ -194,7 +185,7 @@ def test_misuse_is_refused(store: Store) -> None:
 
 
 def test_an_io_error_names_the_place_and_the_slot_can_be_used_again(store: Store) -> None:
-    with loader_of(store, 1, LoaderOptions(threads=1, demand_chunks=1), _core.FaultyReader(fail_at=1)) as loader:
+    with loader_of(store, 1, LoaderOptions(threads=1), _core.FaultyReader(fail_at=1)) as loader:
         loader.load(ExpertKey(1, 3), 0, demand=True)
         with pytest.raises(ReadFailed, match=os.strerror(errno.EIO)) as caught:
             loader.wait(0)
@@ -208,7 +199,7 @@ def test_an_io_error_names_the_place_and_the_slot_can_be_used_again(store: Store
 
 def test_a_read_that_ends_short_is_an_error_and_one_that_goes_on_is_not(tmp_path: Path) -> None:
     store = Store(tmp_path, 1, 4, blob_bytes=1 << 16)
-    table_options = LoaderOptions(threads=1, chunk_bytes=1 << 15, demand_chunks=1)
+    table_options = LoaderOptions(threads=1, chunk_bytes=1 << 15)
     with_loader = NativeLoader(store, slots_of(1, 1 << 16), table_options, _core.FaultyReader(end_at=1))
     with_loader.load(ExpertKey(0, 2), 0, demand=True)
     with pytest.raises(ReadFailed, match=r"wanted 65,536 bytes, got 49,152 \(the file ends there"):
@@ -280,7 +271,7 @@ def test_threads_end_on_close_even_in_the_middle_of_reads(store: Store) -> None:
 
 def test_a_file_system_without_direct_reads_falls_back(store: Store) -> None:
     reader = _core.FaultyReader(refuse_direct=True)
-    with loader_of(store, 4, LoaderOptions(threads=1, demand_chunks=1), reader) as loader:
+    with loader_of(store, 4, LoaderOptions(threads=1), reader) as loader:
         for slot, expert in enumerate((0, 2, 4)):
             loader.load(ExpertKey(0, expert), slot, demand=True)
             assert zlib.crc32(loader.wait(slot)) == store.blob(ExpertKey(0, expert)).crc32

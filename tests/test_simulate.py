@@ -12,7 +12,7 @@ from tidegate.engine.kv_cache import KvCache
 from tidegate.engine.scheduler import Scheduler
 from tidegate.engine.sequence import Sampled, Sequence
 from tidegate.errors import UsageError
-from tidegate.experts.base import ExpertKey, InstantLoader
+from tidegate.experts.base import CHUNK_BYTES, ExpertKey, InstantLoader
 from tidegate.experts.cache import ExpertCache
 from tidegate.experts.policy import POLICIES
 from tidegate.experts.predictor import Predictor
@@ -20,7 +20,7 @@ from tidegate.experts.predictor_counts import DecayedCounts
 from tidegate.experts.trace import TraceReader
 from tidegate.experts.trace_import import import_arrays
 from tidegate.sim.batching import batched
-from tidegate.sim.clock import CHUNK_BYTES, ClockLoader
+from tidegate.sim.clock import ClockLoader
 from tidegate.sim.oracle import Oracle
 from tidegate.sim.prefetcher import Prefetcher, PrefetchOptions
 from tidegate.sim.replay import replay, whole_steps

@@ -7,6 +7,9 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 
+CHUNK_BYTES = 4 << 20  # a load is read in requests of so many bytes, and can be stopped between them
+
+
 @dataclass(frozen=True, order=True)
 class ExpertKey:
     """One routed feed-forward block: ``layer`` counts MoE layers from 0 (not decoder layers), ``expert`` within it."""

@@ -13,10 +13,10 @@ from numpy.typing import NDArray
 
 from tidegate import _core
 from tidegate.backends.base import ExpertSlots
-from tidegate.checkpoint.reading import CHUNK_BYTES, open_files, read_failure
+from tidegate.checkpoint.reading import open_files, read_failure
 from tidegate.checkpoint.store import Blob
 from tidegate.errors import CorruptFile
-from tidegate.experts.base import ExpertKey, Loader
+from tidegate.experts.base import CHUNK_BYTES, ExpertKey, Loader
 
 ByteArray = NDArray[np.uint8]
 
@@ -33,15 +33,13 @@ class BlobTable(Protocol):
 @dataclass(frozen=True)
 class LoaderOptions:
     """``threads`` reads are in flight at once; with one, the first of several loads arrives early and is computed while the
-    next comes. A load can be cancelled or overtaken every ``chunk_bytes`` (a multiple of 4096), a demand load every
-    ``demand_chunks`` of them, because each request costs the disk a pause. ``verify`` compares the checksum of every blob;
-    ``page_cache`` keeps what was read in the kernel's cache as well."""
+    next comes. A load can be cancelled or overtaken every ``chunk_bytes`` (a multiple of 4096); each request costs the disk a
+    pause. ``verify`` compares the checksum of every blob; ``page_cache`` keeps what was read in the kernel's cache as well."""
 
     threads: int = 1
     chunk_bytes: int = CHUNK_BYTES
     verify: bool = False
     page_cache: bool = False
-    demand_chunks: int = 4
 
 
 class NativeLoader(Loader, ExpertSlots):
@@ -75,7 +73,6 @@ class NativeLoader(Loader, ExpertSlots):
             options.threads,
             options.chunk_bytes,
             options.verify,
-            options.demand_chunks,
         )
 
     def load(self, key: ExpertKey, slot: int, *, demand: bool) -> None:

@@ -175,7 +175,7 @@ class DiskProbe:
     def _loader(self) -> Iterator[_core.Loader]:
         files, how = _core.FileSet([str(self._path)], _core.PosixReader(), False), LoaderOptions()
         addresses = [self._memory.ctypes.data + slot * self._size for slot in range(self._num_slots)]
-        loader = _core.Loader(files, addresses, self._size, how.threads, how.chunk_bytes, False, how.demand_chunks)
+        loader = _core.Loader(files, addresses, self._size, how.threads, how.chunk_bytes, False)
         try:
             yield loader
         finally:

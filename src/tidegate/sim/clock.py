@@ -9,9 +9,7 @@ from __future__ import annotations
 from collections import deque
 from dataclasses import dataclass
 
-from tidegate.experts.base import ExpertKey, Loader
-
-CHUNK_BYTES = 1 << 20
+from tidegate.experts.base import CHUNK_BYTES, ExpertKey, Loader
 
 
 @dataclass
