@@ -6,7 +6,6 @@ from abc import ABC, abstractmethod
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
-
 CHUNK_BYTES = 4 << 20  # a load is read in requests of so many bytes, and can be stopped between them
 
 
