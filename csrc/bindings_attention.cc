@@ -200,6 +200,10 @@ void bind_route(nb::module_& m) {
     return std::tuple(std::move(found.experts), std::move(found.margins));
   }, "compute"_a, "x"_a, "norm"_a.none(), "gate"_a, "top_k"_a, "most"_a, "said_E"_a.noconvert(),
         "norm, linear and rank in one call, which leaves the mean of its rows' scores in said_E and nothing else.");
+  m.def("follow", [](const F32Out& bias, const F32Vector& heard, const F32Vector& said, float share) {
+    if (heard.size() != bias.size() || said.size() != bias.size()) throw std::invalid_argument("follow: lengths differ");
+    for (std::size_t e = 0; e < bias.size(); ++e) bias.data()[e] += share * (heard.data()[e] - said.data()[e]);
+  }, "bias_E"_a.noconvert(), "heard_E"_a.noconvert(), "said_E"_a.noconvert(), "share"_a, "bias += share * (heard - said)");
 }
 
 // ---- sample.h ------------------------------------------------------------------------------------------------------------

@@ -137,6 +137,7 @@ def rank(scores: Matrix, top_k: int, most: int) -> tuple[list[list[int]], list[l
 def guess(
     compute: Compute, x: Matrix, norm: NormWeights | None, gate: PackedMatrix, top_k: int, most: int, said_E: F32Array
 ) -> tuple[list[list[int]], list[list[float]]]: ...
+def follow(bias_E: F32Array, heard_E: F32Array, said_E: F32Array, share: float) -> None: ...
 
 # ---- sample.h
 

@@ -20,6 +20,7 @@ from typing import Any, Generic, Protocol, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
+from tidegate import _core
 from tidegate.backends.base import A, Backend, F32Array, Linear, Norm, Ranking
 from tidegate.backends.reference_math import choice_scores, ranked_margins
 from tidegate.experts.gates_file import Gate, next_gate, start_gate
@@ -69,7 +70,7 @@ class _Gate:
         """What the router said, on average over so many rows, of which this gate has spoken last."""
         share = max(_LEAST_SHARE, 1 / self._told)
         self._told += rows
-        self._bias_E += np.float32(share if rows == 1 else 1 - (1 - share) ** rows) * (said_E - self.said_E)
+        _core.follow(self._bias_E, said_E, self.said_E, share if rows == 1 else 1 - (1 - share) ** rows)
 
 
 _TOLD_BEFORE, _LEAST_SHARE = 4, 1 / 16
