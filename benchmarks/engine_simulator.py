@@ -10,9 +10,10 @@ the engine tries by the time of its steps, is not asked here: with prefetch all 
 
 The disk of a shared host is up to half as fast again or as slow from one second to the next, and its processors move: two that
 share a cache read less memory together and answer each other twice as fast as two that do not. So between all runs the disk
-and the mood of the processors are measured, for a tenth of a second, and the machine whenever it is in a mood that was not
-measured yet; a run in which the mood changed is repeated, and each is compared with a simulation on the machine in its mood
-and the disk of its moment. The table has medians over the rounds. Without a tokenizer the tokens are random.
+and the mood of the processors are measured, for a tenth of a second, and the machine in every round and whenever it is in a
+mood that was not measured yet. A run in which the mood changed is repeated, and each is compared with a simulation on the
+machine in its mood (the middle of what was measured of it) and the disk of its moment. The table has medians over the rounds.
+Without a tokenizer the tokens are random.
 """
 
 from __future__ import annotations
@@ -39,6 +40,7 @@ from tidegate.engine.source import open_store
 from tidegate.experts.policy import policy_factory
 from tidegate.experts.trace import TraceReader
 from tidegate.experts.trial import Trial
+from tidegate.planner.costs import middle
 from tidegate.planner.machine import DiskRate, Machine
 from tidegate.planner.measure import probe_memory
 from tidegate.planner.measure_disk import DiskProbe
@@ -191,17 +193,29 @@ class Comparison:
                     after = probe.now()
                     tries.append(Run(live, before.middle(after), before.apart(after)))
                 self.runs.setdefault(point, []).append(min(tries, key=lambda run: run.change))
-                if self._measured < MOST_MACHINES and self._nearest(after)[0] > MOST_CHANGE:
-                    self._measured += 1
-                    machine = hardware(self.store)
-                    before, after = after, probe.now()
-                    if before.apart(after) <= MOST_CHANGE and machine.drift_ratio <= MOST_CHANGE:
-                        self.machines.append((before.middle(after), machine))
+                if self._measured < MOST_MACHINES and self._apart(after) > MOST_CHANGE:
+                    after = self._measure(probe, after)
+            self._measure(probe, after)
 
-    def _nearest(self, moment: Moment) -> tuple[float, Machine | None]:
-        """The machine as measured in the mood that is the least apart from the moment's."""
-        found = min(self.machines, key=lambda one: one[0].apart(moment), default=None)
-        return (found[0].apart(moment), found[1]) if found else (float("inf"), None)
+    def _measure(self, probe: Probe, before: Moment) -> Moment:
+        """What the machine is like, unless its mood changes meanwhile."""
+        self._measured += 1
+        machine, after = hardware(self.store), probe.now()
+        if before.apart(after) <= MOST_CHANGE and machine.drift_ratio <= MOST_CHANGE:
+            self.machines.append((before.middle(after), machine))
+        return after
+
+    def _apart(self, moment: Moment) -> float:
+        """How far the moment is from the nearest mood that was measured."""
+        return min((then.apart(moment) for then, _ in self.machines), default=float("inf"))
+
+    def _machine(self, moment: Moment) -> Machine:
+        """The middle of the machines as measured in the moment's mood, or in the nearest."""
+        assert self.machines, "no moment was quiet enough to measure the machine"
+        most = max(MOST_CHANGE, self._apart(moment))
+        return Machine.from_json(
+            middle([machine.to_json() for then, machine in self.machines if then.apart(moment) <= most])
+        )
 
     def _memory(self, share: float) -> int:
         needs = self.needs
@@ -229,7 +243,7 @@ class Comparison:
                 "resident": sum(live[0]["slots"]) / (self.needs["num_layers"] * self.needs["num_experts"]),
                 "equal": all(one[name] == getattr(replayed.counters, name)
                              for one, replayed in zip(live, found, strict=True) for name in COUNTERS),
-                "apart": [max(run.change, self._nearest(run.moment)[0]) for run in runs],
+                "apart": [max(run.change, self._apart(run.moment)) for run in runs],
                 "live": live, "simulated": [vars(one.counters) for one in found],
                 "hits": hits, "simulated_hits": simulated_hits, "speeds": speeds, "simulated_speeds": simulated_speeds,
                 "points": statistics.median(ours - theirs for ours, theirs in pairs[0]),
@@ -237,9 +251,7 @@ class Comparison:
             }  # fmt: skip
 
     def _simulated(self, policy: str, run: Run, prefetch: str) -> Outcome:
-        machine = self._nearest(run.moment)[1]
-        assert machine is not None, "no moment was quiet enough to measure the machine"
-        then = replace(machine, disk=(run.moment.disk,))
+        then = replace(self._machine(run.moment), disk=(run.moment.disk,))
         profile = simulated_profile(self.opened, self.options, then, len(os.sched_getaffinity(0)))
         return simulate(
             self.steps, run.live["slots"], self.needs["num_experts"], policy_factory(policy), profile,

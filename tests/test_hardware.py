@@ -15,7 +15,7 @@ from tidegate.cli import hardware as command_module
 from tidegate.cli import main
 from tidegate.planner import machine as machine_module
 from tidegate.planner import measure, measure_disk, measure_kernels
-from tidegate.planner.costs import Cost, Overhead
+from tidegate.planner.costs import Cost, Overhead, middle
 from tidegate.planner.machine import (
     TOKENS,
     DiskRate,
@@ -40,6 +40,7 @@ def small(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(measure, "MEMORY_BYTES", 40 << 20)
     monkeypatch.setattr(measure_kernels, "LARGE", replace(measure_kernels.LARGE, matrix_bytes=1 << 20))
     monkeypatch.setattr(measure_kernels, "CACHED_ROUNDS", 20)
+    monkeypatch.setattr(measure, "PROCESSES", 1)
     monkeypatch.setattr(measure_kernels, "MEASURED_MACS", 1 << 28)
     monkeypatch.setattr(measure_disk, "FILE_BYTES", 16 << 20)
     monkeypatch.setattr(measure_disk, "READ_BYTES", 16 << 20)
@@ -82,6 +83,13 @@ def test_costs_are_lines_without_negative_parts() -> None:
     assert Cost.through((2, 5.0), (8, 4.0)) == Cost(5.0, 0.0), "more cannot take less"
     assert Cost.through((2, 1.0), (4, 10.0)) == Cost(0.0, 4.5)
     assert Overhead(1.0, line).of(4, 8) == 1.0 + 4 * 17.0
+
+
+def test_the_middle_of_measurements_is_that_of_each_number() -> None:
+    found = [{"a": 1.0, "b": [{"c": n}], "name": str(n), "is_measured": True, "cuda": None} for n in (3, 1, 2)]
+    assert middle(found) == {"a": 1.0, "b": [{"c": 2}], "name": "3", "is_measured": True, "cuda": None}
+    machine = assumed_machine(2)
+    assert Machine.from_json(middle([machine.to_json()] * 3)) == machine
 
 
 def test_a_model_in_the_cache_is_read_at_its_rates() -> None:

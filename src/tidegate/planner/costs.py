@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import statistics
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -60,3 +62,15 @@ class Bookkeeping:
     @staticmethod
     def from_json(data: dict[str, Any]) -> Bookkeeping:
         return Bookkeeping(**{**data, "gate": Cost(**data["gate"]), "access": Cost(**data["access"])})
+
+
+def middle(found: Sequence[Any]) -> Any:
+    """The median of numbers; of things in dictionaries or lists, of each of them; of other things the first."""
+    first = found[0]
+    if isinstance(first, dict):
+        return {name: middle([one[name] for one in found]) for name in first}
+    if isinstance(first, list | tuple):
+        return [middle(ones) for ones in zip(*found, strict=True)]
+    if isinstance(first, int | float) and not isinstance(first, bool):
+        return statistics.median(found)
+    return first

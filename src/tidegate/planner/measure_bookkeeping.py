@@ -29,17 +29,17 @@ from tidegate.experts.lookahead import DISTANCES, Lookahead
 from tidegate.experts.policy import DEFAULT_POLICY, policy_factory
 from tidegate.models.guesses import Guess
 from tidegate.models.moe import Experts
-from tidegate.planner.costs import Bookkeeping, Cost
+from tidegate.planner.costs import Bookkeeping, Cost, middle
 
-_ROUNDS, _TOKENS, _PASSES = 200, 160, 7
+_ROUNDS, _TOKENS, _PASSES = 100, 160, 3
 _WORK_BYTES = 1 << 20
 _COUNT_EVERY = 8
 _TEXT = Path(bench.__file__).with_suffix(".txt")
 
 
-def measure_bookkeeping(threads: int) -> tuple[Bookkeeping, float]:
+def measure_bookkeeping(threads: int) -> Bookkeeping:
     """The built-in model decodes the same tokens with everything in memory, with nobody looking, somebody looking, and gates that
-    are asked; and with half of its experts, without and with prefetch. Also how far passes were apart."""
+    are asked; and with half of its experts, without and with prefetch."""
     with tidegate.load(BUILTIN_STORE, memory="1GiB", context=_TOKENS + 1, threads=threads) as model:
         decoding = _Decoding(model)
         turns = [decoding.turn() for _ in range(_PASSES)]
@@ -64,24 +64,7 @@ def measure_bookkeeping(threads: int) -> tuple[Bookkeeping, float]:
             access=Cost(max(0.0, here.total_s - alone.total_s) / visits + beyond.base_s, beyond.each_s),
         )
 
-    return _middle([of_turn(*turn) for turn in turns]), spread_ratio([turn[1].total_s for turn in turns])
-
-
-def spread_ratio(times_s: Sequence[float]) -> float:
-    """How far the slowest is from the fastest, apart from the two farthest."""
-    inner = sorted(times_s)[1:-1]
-    return inner[-1] / inner[0] - 1
-
-
-def _middle(found: Sequence[Bookkeeping]) -> Bookkeeping:
-    """The median of each number."""
-
-    def median(numbers: Sequence[Any]) -> Any:
-        if isinstance(numbers[0], dict):
-            return {name: median([one[name] for one in numbers]) for name in numbers[0]}
-        return statistics.median(numbers)
-
-    return Bookkeeping.from_json(median([asdict(one) for one in found]))
+    return Bookkeeping.from_json(middle([asdict(of_turn(*turn)) for turn in turns]))
 
 
 @dataclass
