@@ -89,7 +89,7 @@ with load(asked["store"], **asked["options"]) as model:
             sequence.tokens[-1] = token
     loader = model.runtime.loader.counters()
     reads = {"read_s": loader.busy_ns * 1e-9, "reads": loader.read_bytes / model.plan.needs.slot_bytes}
-    reads |= {"wake_s": loader.wake_ns * 1e-9, "wakes": loader.wakes}
+    reads |= {"wake_s": loader.wake_ns * 1e-9, "wakes": loader.wakes, "wait_s": loader.wait_ns * 1e-9}
     print(json.dumps({**model.stats(), **reads, "slots": model.plan.slots, "needs": asdict(model.plan.needs)}))
 """
 
@@ -329,15 +329,16 @@ def main() -> int:
         for number in range(args.repeat):
             modes = ("auto",) if args.off_once and number else ("off", "auto")
             comparison.round(product(SHARES, POLICIES, modes))
+            rows = sorted(
+                comparison.rows(),
+                key=lambda row: (row["share"], POLICIES.index(row["policy"]), row["prefetch"] != "off"),
+            )
+            text = "\n".join(table(rows))
+            args.out.write_text(text + "\n", encoding="utf-8")
+            numbers = {"rows": rows, "machines": [machine.to_json() for _, machine in comparison.machines]}
+            args.out.with_suffix(".json").write_text(json.dumps(numbers), encoding="utf-8")
             print(f"round {number + 1} of {args.repeat}", file=sys.stderr, flush=True)
-        rows = sorted(
-            comparison.rows(), key=lambda row: (row["share"], POLICIES.index(row["policy"]), row["prefetch"] != "off")
-        )
-    text = "\n".join(table(rows))
     print(text)
-    args.out.write_text(text + "\n", encoding="utf-8")
-    numbers = {"rows": rows, "machines": [machine.to_json() for _, machine in comparison.machines]}
-    args.out.with_suffix(".json").write_text(json.dumps(numbers), encoding="utf-8")
     good = all(
         row["equal"]
         if row["prefetch"] == "off"
