@@ -65,12 +65,13 @@ class Bookkeeping:
 
 
 def middle(found: Sequence[Any]) -> Any:
-    """The median of numbers; of things in dictionaries or lists, of each of them; of other things the first."""
+    """The median of numbers, of integers the lower one; of things in dictionaries or lists, of each of them; of other things the
+    first."""
     first = found[0]
     if isinstance(first, dict):
         return {name: middle([one[name] for one in found]) for name in first}
     if isinstance(first, list | tuple):
         return [middle(ones) for ones in zip(*found, strict=True)]
-    if isinstance(first, int | float) and not isinstance(first, bool):
+    if isinstance(first, float):
         return statistics.median(found)
-    return first
+    return statistics.median_low(found) if type(first) is int else first

@@ -34,6 +34,12 @@ table { border-collapse: collapse; background: #fff; border-radius: 6px; font-si
 th, td { padding: 5px 12px; text-align: right; border-bottom: 1px solid #e6eaee; }
 th:first-child, td:first-child { text-align: left; }
 .scroll { overflow-x: auto; }
+@media (max-width: 640px) {
+  main { padding: 20px 12px 40px; } h1 { font-size: 21px; overflow-wrap: anywhere; } h2 { font-size: 17px; margin: 28px 0 6px; }
+  .verdict { padding: 6px 12px; } .cards { grid-template-columns: 1fr 1fr; gap: 8px; }
+  figure { padding: 8px; overflow-x: auto; } figure img { width: 600px; max-width: none; }
+  figcaption { position: sticky; left: 0; } th, td { padding: 5px 8px; white-space: nowrap; }
+}
 """
 
 
