@@ -92,11 +92,12 @@ class Lookahead:
 
     def after_route(self, layer: int, needed: Sequence[int]) -> None:
         """What the layer really needs: loads that nobody asked for are stopped, and curves and floor follow."""
+        if not self._counts:  # nothing was loaded ahead in this step
+            return
         self._cache.cancel_refuted(layer)
         for expert in self._loading.pop(layer, ()):
             self._floor = max(0.0, self._floor - _FALL) if expert in needed else min(1.0, self._floor + _RISE)
-        if self._counts:
-            self._odds.learn(layer, needed)
+        self._odds.learn(layer, needed)
 
     def foresee(self, layer: int, distance: int, ranked: Sequence[int], margins: Sequence[float]) -> None:
         """A guess for one row: the router of ``layer`` would choose the first of these experts, best first; there may be more
