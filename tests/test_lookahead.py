@@ -75,7 +75,7 @@ def test_half_wrong_guesses_on_a_busy_channel_cost_no_bytes() -> None:
     cache, lookahead, loader = _run(1500, accuracy=0.5, busy=1.0)
     _, _, off = _run(1500, accuracy=0.5, busy=1.0, prefetch=False)
     assert loader.loads <= 1.05 * off.loads
-    assert lookahead.threshold > 0.5 and cache.counters.prefetch_issued > 0
+    assert lookahead.threshold > 0.49 and cache.counters.prefetch_issued > 0
 
 
 def test_useless_guesses_are_hardly_made_any_more() -> None:

@@ -31,6 +31,9 @@ _LEARNING_RATE = 1 / 128
 # At rest a quarter of the loads are wrong: a wrong one lifts the floor three times as much as a right one lowers it. A high floor
 # sinks a little with every step, or a bad start would forbid everything for good.
 _FIRST_FLOOR, _RISE, _FALL, _FORGETTING = 0.3, 3 / 128, 1 / 128, 1 / 256
+# An expert that the earlier guess names will be weighed again by the later one, which is much better and nearly in time: only
+# what is that many times likelier to be needed is not worth waiting for.
+_EARLY = 2.0
 _PATIENCE, _NAP_STEPS = 16, 16  # after so many steps in which no guess was worth a load, one in so many has guesses
 
 
@@ -102,9 +105,11 @@ class Lookahead:
     def foresee(self, layer: int, distance: int, ranked: Sequence[int], margins: Sequence[float]) -> None:
         """A guess for one row: the router of ``layer`` would choose the first of these experts, best first; there may be more
         than it chooses. ``margins`` as Backend.rank."""
-        cache, per_token = self._cache, self._per_token
+        cache, per_token, threshold = self._cache, self._per_token, self.threshold
+        if distance == AHEAD:
+            threshold *= _EARLY / (1 + (_EARLY - 1) * threshold)
         loads, num_dropped = self._odds.weigh(
-            layer, distance, ranked, margins, cache.is_here(layer), per_token, self.threshold
+            layer, distance, ranked, margins, cache.is_here(layer), per_token, threshold
         )
         cache.counters.prefetch_dropped += num_dropped
         for expert, odds in loads:
