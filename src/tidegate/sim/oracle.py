@@ -68,22 +68,29 @@ class ForcedGuesses:
     def __init__(
         self, experts_TLK: Array, num_experts: int, accuracy: float, step: Callable[[], int], seed: int = 0
     ) -> None:
-        self._experts_TLK, self._num_experts = experts_TLK, num_experts
-        self._accuracy, self._step, self._seed = accuracy, step, seed
-        self.width = int(experts_TLK.shape[2])
+        self._step, self.width = step, int(experts_TLK.shape[2])
+        # Drawn beforehand, so that they cost the steps no time.
+        self._named = [
+            [_partly_right(needed, num_experts, accuracy, f"{seed} {t} {layer}") for layer, needed in enumerate(experts)]
+            for t, experts in enumerate(experts_TLK.tolist())
+        ]
 
     def at_start(self, layer: int, x: Any) -> Guess | None:
         """The same as a layer before; nothing of the first layer."""
-        return self._guess(self._step(), layer, AT_START) if layer else None
+        return self._guess(layer, AT_START) if layer else None
 
     def after_route(self, layer: int, x: Any) -> Guess | None:
         """Of the next layer."""
-        return self._guess(self._step(), layer + 1, AHEAD) if layer + 1 < self._experts_TLK.shape[1] else None
+        return self._guess(layer + 1, AHEAD) if layer + 1 < len(self._named[0]) else None
 
-    def _guess(self, step: int, layer: int, distance: int) -> Guess:
-        draw = random.Random(f"{self._seed} {step} {layer}")
-        needed = self._experts_TLK[step, layer].tolist()
-        wrong = draw.sample(sorted(set(range(self._num_experts)).difference(needed)), len(needed))
-        named = [one if draw.random() < self._accuracy else other for one, other in zip(needed, wrong, strict=True)]
-        draw.shuffle(named)
-        return Guess(layer, distance, [named], [[_FORCED_MARGIN] * len(named)])
+    def _guess(self, layer: int, distance: int) -> Guess:
+        return Guess(layer, distance, [self._named[self._step()][layer]], [[_FORCED_MARGIN] * self.width])
+
+
+def _partly_right(needed: list[int], num_experts: int, accuracy: float, seed: str) -> list[int]:
+    """Each of ``needed`` with probability ``accuracy``, and another expert in its place otherwise."""
+    draw = random.Random(seed)
+    wrong = draw.sample(sorted(set(range(num_experts)).difference(needed)), len(needed))
+    named = [one if draw.random() < accuracy else other for one, other in zip(needed, wrong, strict=True)]
+    draw.shuffle(named)
+    return named
