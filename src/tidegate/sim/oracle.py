@@ -71,7 +71,10 @@ class ForcedGuesses:
         self._step, self.width = step, int(experts_TLK.shape[2])
         # Drawn beforehand, so that they cost the steps no time.
         self._named = [
-            [_partly_right(needed, num_experts, accuracy, f"{seed} {t} {layer}") for layer, needed in enumerate(experts)]
+            [
+                _partly_right(needed, num_experts, accuracy, f"{seed} {t} {layer}")
+                for layer, needed in enumerate(experts)
+            ]
             for t, experts in enumerate(experts_TLK.tolist())
         ]
 
