@@ -19,7 +19,7 @@ from tidegate.quant.formats import Format
 from tidegate.quant.layout import ExpertLayout
 
 # Of the time that prefetch could hide (loads during other layers), the share that it does hide; docs/planner.md.
-_HIDDEN_BY_PREFETCH = 0.25
+_HIDDEN_BY_PREFETCH = 0.3
 _MOST_SPREAD = 64
 _Segment = tuple[int, int]  # of a prompt: tokens, and the position they end at
 
@@ -142,7 +142,8 @@ class StepClock:
         if not self._prefetches:
             return 0.0
         packed_bytes = GATES_FORMAT.packed_bytes(num_experts, hidden)
-        return DISTANCES * packed_bytes / self.bytes_per_s(GATES_FORMAT, self._sizes.sequences)
+        weights_s = packed_bytes / self.bytes_per_s(GATES_FORMAT, self._sizes.sequences)
+        return DISTANCES * (weights_s + self._machine.bookkeeping.gate.base_s)
 
     def _layer_s(
         self, distinct: float, expert_s: float, guesses_s: float, hit_rate: float, blob_bytes: int, slots: int
