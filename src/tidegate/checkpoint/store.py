@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from tidegate.checkpoint.base import ByteArray, kind_of_tokenizer
 from tidegate.checkpoint.files import InputFile
@@ -29,8 +29,7 @@ class Key(Protocol):
     def expert(self) -> int: ...
 
 
-@dataclass(frozen=True)
-class Blob:
+class Blob(NamedTuple):
     """Where one expert's bytes are: ``file`` indexes ``ExpertStore.paths``; ``offset`` is a multiple of 4096."""
 
     file: int

@@ -59,7 +59,9 @@ class RouterInputs:
 
     def at_start(self, layer: int, x: Any) -> None:
         """As Guesser."""
+        mark = self._backend.mark()
         self._inputs.append(self._backend.numpy(self._backend.norm(x, self._layers[layer].norm)))
+        self._backend.release(mark)
 
     def after_route(self, layer: int, x: Any) -> None:
         """As Guesser."""

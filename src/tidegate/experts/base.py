@@ -5,20 +5,19 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 CHUNK_BYTES = 4 << 20  # a load is read in requests of so many bytes, and can be stopped between them
 
 
-@dataclass(frozen=True, order=True)
-class ExpertKey:
+class ExpertKey(NamedTuple):
     """One routed feed-forward block: ``layer`` counts MoE layers from 0 (not decoder layers), ``expert`` within it."""
 
     layer: int
     expert: int
 
 
-@dataclass(frozen=True)
-class Placement:
+class Placement(NamedTuple):
     """Some of a layer's experts, pinned, and the slot each is in: hits first, then misses in file order (ascending id).
 
     A slot of a miss may still be loading; whoever computes waits for it just before use.

@@ -7,8 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-import numpy as np
-
 _BLOCK_STEPS, _FIRST_BLOCKS = 8, 4  # blocks alternate at first; from then on
 _RARE_BLOCKS = 32  # one in so many tries what does not pay
 _FADE = 0.97  # of what was seen, with every block
@@ -22,7 +20,7 @@ class Trial:
     def __init__(self, clock: Callable[[], float] | None) -> None:
         self._clock = clock
         # With guesses (1) and without: steps, loads, seconds, loads squared, loads times seconds.
-        self._sums = np.zeros((2, 5))
+        self._sums = [[0.0] * 5, [0.0] * 5]
         self._before: tuple[float, int] | None = None
         self._step = 0
         self._is_on = True
@@ -47,20 +45,23 @@ class Trial:
     @property
     def pays(self) -> bool:
         """By what was seen so far."""
-        steps = self._sums[:, 0]
-        if steps.min() < _BLOCK_STEPS / 2:
+        off, on = self._sums
+        if min(off[0], on[0]) < _BLOCK_STEPS / 2:
             return True
-        loads, seconds = self._sums[:, 1] / steps, self._sums[:, 2] / steps
-        spread = float((self._sums[:, 3] - steps * loads**2).sum())
-        slope = float((self._sums[:, 4] - steps * loads * seconds).sum()) / spread if spread > 0 else 0.0
-        return bool(seconds[1] - seconds[0] < slope * (loads[1] - loads[0]) + _DOUBT * seconds[0])
+        spread = sum(squares - loads * loads / steps for steps, loads, _, squares, _ in self._sums)
+        slope = sum(both - loads * seconds / steps for steps, loads, seconds, _, both in self._sums)
+        slope = slope / spread if spread > 0 else 0.0
+        off_s, on_s = off[2] / off[0], on[2] / on[0]
+        return on_s - off_s < slope * (on[1] / on[0] - off[1] / off[0]) + _DOUBT * off_s
 
     def _add(self, seconds: float, loads: int) -> None:
-        steps, _, total_s, _, _ = self._sums.sum(axis=0)
+        off, on = self._sums
+        steps, total_s = off[0] + on[0], off[2] + on[2]
         if steps < _BLOCK_STEPS or seconds < _OUTLIER * total_s / steps:
-            self._sums[int(self._is_on)] += (1, loads, seconds, loads * loads, loads * seconds)
+            seen = (1, loads, seconds, loads * loads, loads * seconds)
+            self._sums[self._is_on] = [old + new for old, new in zip(self._sums[self._is_on], seen, strict=True)]
 
     def _begin_block(self, block: int) -> None:
-        self._sums *= _FADE
+        self._sums = [[_FADE * total for total in sums] for sums in self._sums]
         is_exception = block % 2 == 1 if block < _FIRST_BLOCKS else block % _RARE_BLOCKS == 0
         self._is_on = (block < _FIRST_BLOCKS or self.pays) != is_exception

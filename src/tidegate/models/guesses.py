@@ -13,9 +13,8 @@ T tokens of the step, D hidden, E experts, G experts of a guess.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any, Generic, Protocol, TypeVar
+from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -32,8 +31,7 @@ IdArray = NDArray[np.integer[Any]]
 Input_contra = TypeVar("Input_contra", contravariant=True)
 
 
-@dataclass(frozen=True)
-class Guess:
+class Guess(NamedTuple):
     """For every row of the step the experts that ``layer`` would choose, best first, and perhaps more; and their margins, as
     Backend.rank gives them. ``distance``: AT_START or AHEAD."""
 
@@ -44,8 +42,8 @@ class Guess:
 
 
 class Guesser(Protocol[Input_contra]):
-    """Asked by the MoE layers in steps that want guesses; None where it has nothing to say. Arrays made on the way are the
-    caller's to release. ``width``: the most experts of a guess."""
+    """Asked by the MoE layers in steps that want guesses; None where it has nothing to say. It leaves no arrays in the backend.
+    ``width``: the most experts of a guess."""
 
     width: int
 
@@ -109,7 +107,9 @@ class Gates(Generic[A]):
             found = backend.guess(x, norm, gate.linear, moe.num_experts_per_tok, self.width, gate.said_E)
             self._rows = len(found[0])
             return found
+        mark = backend.mark()
         scores = backend.numpy(backend.linear(x if norm is None else backend.norm(x, norm), gate.linear))
+        backend.release(mark)
         gate.said_E[:], self._rows = scores.mean(axis=0), len(scores)
         ranking = ranking_scores(scores, self._layers[layer].router.correction_E, moe)
         return ranked_margins(ranking, moe.num_experts_per_tok, self.width)

@@ -137,9 +137,9 @@ class MoeBlock(Generic[A]):
             hidden_TD = backend.numpy(x) if experts.trace.wants_hidden else None
             experts.trace.record(routing.topk_expert_ids_TK, routing.topk_weights_TK, hidden_TD)
 
+        began_ns = time.perf_counter_ns()
         rows = routing.topk_expert_ids_TK.tolist()
         needed = sorted(set().union(*rows))
-        began_ns = time.perf_counter_ns()
         placements = experts.cache.visit(weights.layer, needed, rows)
         try:
             first = next(placements)  # the loads are on their way from here on
@@ -151,18 +151,18 @@ class MoeBlock(Generic[A]):
             everything = chain((first,), placements)
             out = backend.moe(x, routing, self._layout, everything, experts.slots, self._activation)
         finally:
+            began_ns = time.perf_counter_ns()
             placements.close()  # unpins whatever an error left pinned
+            experts.visit_ns += time.perf_counter_ns() - began_ns
         return self._add_shared(out, shared, x)
 
     def at_start(self, x: A) -> None:
         """``x`` [T, D]: the hidden state that the layer's attention is about to read. Loads may be on their way from here on."""
-        experts, backend = self._experts, self._backend
+        experts = self._experts
         guesser = experts.asked
         if guesser is not None:
             began_ns = time.perf_counter_ns()
-            mark = backend.mark()
             experts.tell(guesser.at_start(self._weights.layer, x))
-            backend.release(mark)
             experts.guess_ns += time.perf_counter_ns() - began_ns
 
     def _look_ahead(self, x: A, topk_expert_ids_TK: I32Array, needed: list[int]) -> None:
@@ -175,9 +175,7 @@ class MoeBlock(Generic[A]):
             experts.lookahead.after_route(layer, needed)
         guesser = experts.asked
         if guesser is not None:
-            mark = backend.mark()
             experts.tell(guesser.after_route(layer, x))
-            backend.release(mark)
 
     def _shared(self, x: A) -> A | None:
         weights = self._weights
