@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from itertools import cycle
 from pathlib import Path
-from tempfile import NamedTemporaryFile
+from tempfile import TemporaryFile
 
 import numpy as np
 
@@ -41,13 +41,13 @@ def measure_disk(path: Path, kernels: Kernels) -> tuple[tuple[DiskRate, ...], fl
     size = path.stat().st_size if path.is_file() else 0
     if size >= LEAST_BLOCKS * fitting[-1].blob_bytes:
         return _measure([path] * len(fitting), kernels, fitting)
-    with NamedTemporaryFile(dir=path if path.is_dir() else path.parent, prefix=".tidegate-hardware-") as file:
+    with TemporaryFile(dir=path if path.is_dir() else path.parent) as file:  # without a name, so it cannot stay
         data = np.random.default_rng(0).integers(0, 256, 1 << 20, np.uint8).tobytes()
         for _ in range(max(FILE_BYTES, LEAST_BLOCKS * fitting[-1].blob_bytes) // len(data)):
             file.write(data)
         file.flush()
         os.fsync(file.fileno())
-        other = Path(file.name)
+        other = Path(f"/proc/self/fd/{file.fileno()}")
         places = [path if size >= ENOUGH_BLOCKS * layout.blob_bytes else other for layout in fitting]
         return _measure(places, kernels, fitting)
 
