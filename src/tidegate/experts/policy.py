@@ -42,7 +42,7 @@ class ScoredPolicy(Policy):
         candidates = list(self._resident.difference(kept))
         if not candidates:
             return None
-        scores = list(map(self._scores().__getitem__, candidates))
+        scores = self._scores(candidates)
         lowest = min(scores)
         if scores.count(lowest) == 1:
             return candidates[scores.index(lowest)]
@@ -50,15 +50,15 @@ class ScoredPolicy(Policy):
         return min(tied, key=lambda expert: (self._last_use[expert], expert))
 
     def ranks(self, experts: Sequence[int]) -> list[int]:
-        scores = self._scores()
+        scores = self._scores(range(len(self._last_use)))
         order, size = sorted(scores), len(scores)
         return [
             size - bisect_right(order, scores[expert]) if self._last_use[expert] >= 0 else size for expert in experts
         ]
 
     @abstractmethod
-    def _scores(self) -> Sequence[float]:
-        """Numbers in the order of ``value``, by expert."""
+    def _scores(self, experts: Sequence[int]) -> Sequence[float]:
+        """Numbers in the order of ``value``."""
 
 
 class Lru(ScoredPolicy):
@@ -67,8 +67,8 @@ class Lru(ScoredPolicy):
     def value(self, expert: int) -> float:
         return float(self._last_use[expert])
 
-    def _scores(self) -> Sequence[float]:
-        return self._last_use
+    def _scores(self, experts: Sequence[int]) -> Sequence[float]:
+        return list(map(self._last_use.__getitem__, experts))
 
 
 class Lfu(ScoredPolicy):
@@ -84,8 +84,8 @@ class Lfu(ScoredPolicy):
     def value(self, expert: int) -> float:
         return float(self._uses[expert])
 
-    def _scores(self) -> Sequence[float]:
-        return self._uses
+    def _scores(self, experts: Sequence[int]) -> Sequence[float]:
+        return list(map(self._uses.__getitem__, experts))
 
 
 class Lfru(Lfu):
@@ -94,8 +94,9 @@ class Lfru(Lfu):
     def value(self, expert: int) -> float:
         return self._uses[expert] / (self._now - self._last_use[expert] + 1)
 
-    def _scores(self) -> Sequence[float]:
-        return [self.value(expert) for expert in range(len(self._uses))]
+    def _scores(self, experts: Sequence[int]) -> Sequence[float]:
+        uses, last_use, now = self._uses, self._last_use, self._now + 1
+        return [uses[expert] / (now - last_use[expert]) for expert in experts]
 
 
 class DecayedLfu(Policy):
