@@ -69,14 +69,10 @@ class AttentionOps(LinearOps):
         return _core.attend_latent(self.compute, self._kv, self._step, layer, q, kv)
 
     def route(self, x: Matrix, router: Router) -> Routing[Matrix]:
-        known = self._routers.get(id(router))
-        params = known[0] if known else self._make_router(router)
-        return Routing(*_core.route(self.compute, x, params))
+        return Routing(*_core.route(self.compute, x, self._router(router)))
 
     def norm_route(self, x: Matrix, norm: Norm, router: Router) -> tuple[Matrix, Routing[Matrix]]:
-        known = self._routers.get(id(router))
-        params = known[0] if known else self._make_router(router)
-        normed, ids_TK, weights_TK = _core.norm_route(self.compute, x, self._norm(norm), params)
+        normed, ids_TK, weights_TK = _core.norm_route(self.compute, x, self._norm(norm), self._router(router))
         return normed, Routing(ids_TK, weights_TK)
 
     def moe_at_hand(
@@ -91,13 +87,11 @@ class AttentionOps(LinearOps):
     ) -> tuple[Matrix, Matrix, int] | None:
         if slots.native is None:
             return None
-        known = self._routers.get(id(router))
-        params = known[0] if known else self._make_router(router)
         return _core.norm_route_moe(
             self.compute,
             x,
             self._norm(norm),
-            params,
+            self._router(router),
             self._layout(layout),
             self._activation(activation),
             slot_of_E,
@@ -171,7 +165,10 @@ class AttentionOps(LinearOps):
         self._latent[id(weights)] = handle, weights
         return handle
 
-    def _make_router(self, router: Router) -> _core.RouterParams:
+    def _router(self, router: Router) -> _core.RouterParams:
+        known = self._routers.get(id(router))
+        if known:
+            return known[0]
         moe = router.config
         handle = _core.RouterParams(
             weight_ED=router.weight_ED,

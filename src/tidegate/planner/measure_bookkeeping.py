@@ -263,7 +263,7 @@ def _miss_s(loader: NativeLoader, num_experts: int, work: _Work) -> float:
         turn = chain(range(following, num_experts), range(following))
         absent = list(islice((expert for expert in turn if expert not in cache.residents(0)), count))
         following = absent[-1] + 1
-        here = list(islice(cache.residents(0), 4 - count)) if cache.residents(0) else []
+        here = list(islice(cache.residents(0), 4 - count))
         work()
         start_s = time.perf_counter()
         visit = cache.visit(0, here + absent, [here + absent])
