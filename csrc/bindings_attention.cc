@@ -11,6 +11,7 @@
 #include <tuple>
 
 #include "attention.h"
+#include "layer_book.h"
 #include "linear.h"
 #include "moe.h"
 #include "route.h"
@@ -23,10 +24,6 @@ namespace {
 // ---- step.h, attention.h -------------------------------------------------------------------------------------------------
 
 const float* data_or_null(const std::optional<F32Vector>& array) { return array ? array->data() : nullptr; }
-
-void require_said(const F32Out& said, std::int64_t size) {
-  if (static_cast<std::int64_t>(said.size()) != size) throw std::invalid_argument("said_E: wants a number for each expert");
-}
 
 void require_size(const char* what, const std::optional<F32Vector>& array, std::int64_t size) {
   if (array && static_cast<std::int64_t>(array->size()) != size)
@@ -131,35 +128,42 @@ nb::ndarray<nb::numpy, T, nb::ndim<2>> new_array(std::int64_t rows, std::int64_t
   return {data, {static_cast<std::size_t>(rows), static_cast<std::size_t>(cols)}, owner};
 }
 
+nb::ndarray<nb::numpy, float, nb::ndim<1>> new_row(std::int64_t size) {
+  float* const data = new float[static_cast<std::size_t>(size)];
+  const nb::capsule owner(data, [](void* p) noexcept { delete[] static_cast<float*>(p); });
+  return {data, {static_cast<std::size_t>(size)}, owner};
+}
+
 nb::tuple route_to_numpy(Compute& compute, const Matrix& x, const RouterParams& router) {
   auto ids = new_array<std::int32_t>(x.rows, router.top_k);
   auto weights = new_array<float>(x.rows, router.top_k);
+  auto said = new_row(router.num_experts);
   {
     const nb::gil_scoped_release released;
-    ::tidegate::route(compute, x, router, ids.data(), weights.data());
+    ::tidegate::route(compute, x, router, ids.data(), weights.data(), said.data());
   }
-  return nb::make_tuple(ids, weights);
+  return nb::make_tuple(ids, weights, said);
 }
 
 // The normed rows, and their experts as route_to_numpy.
 nb::tuple norm_route(Compute& compute, const Matrix& x, const NormWeights& weights, const RouterParams& router) {
   const Matrix normed = norm(compute, x, weights);
   const nb::tuple chosen = route_to_numpy(compute, normed, router);
-  return nb::make_tuple(normed, chosen[0], chosen[1]);
+  return nb::make_tuple(normed, chosen[0], chosen[1], chosen[2]);
 }
 
 // (the normed rows, the experts' sum, how many they were), or None.
 nb::object norm_route_moe(Compute& compute, const Matrix& x, const NormWeights& weights, const RouterParams& router,
-                          const ExpertLayout& layout, const ActivationParams& activation, const I32Vector& slots,
+                          const ExpertLayout& layout, const ActivationParams& activation, const LayerBook& book,
                           SlotSource& source) {
-  if (static_cast<int>(slots.size()) != router.num_experts) throw std::invalid_argument("one slot an expert is needed");
+  if (book.num_experts() != router.num_experts) throw std::invalid_argument("a book of as many experts is needed");
   AtHand found;
   Matrix normed;
   {
     const nb::gil_scoped_release released;
     const std::size_t mark = compute.workspace.mark();
     normed = norm(compute, x, weights);
-    found = moe_at_hand(compute, normed, router, layout, activation, slots.data(), source);
+    found = moe_at_hand(compute, normed, router, layout, activation, book, source);
     if (found.num_experts == 0) compute.workspace.release(mark);
   }
   return found.num_experts == 0 ? nb::none() : nb::object(nb::make_tuple(normed, found.out, found.num_experts));
@@ -169,41 +173,27 @@ void bind_route(nb::module_& m) {
   nb::class_<RouterParams>(m, "RouterParams", "Router weights and the rule of choice.")
       .def("__init__", [](RouterParams* self, const F32Rows& weight, const std::optional<F32Vector>& bias,
                           const std::optional<F32Vector>& correction, int top_k, const std::string& scoring, bool normalize,
-                          double scaling, int num_groups, int topk_groups, int group_best, double jitter, const F32Out& said) {
+                          double scaling, int num_groups, int topk_groups, int group_best, double jitter) {
         const int experts = static_cast<int>(weight.shape(0));
         require_size("router bias", bias, experts);
         require_size("router correction", correction, experts);
-        require_said(said, experts);
         const RouterParams r{weight.data(), data_or_null(bias), data_or_null(correction),
                              static_cast<std::int64_t>(weight.shape(1)), experts, top_k, parse_scoring(scoring), normalize,
-                             scaling, num_groups, topk_groups, group_best, jitter, said.data()};
+                             scaling, num_groups, topk_groups, group_best, jitter};
         check_router(r);
         new (self) RouterParams(r);
       }, "weight_ED"_a.noconvert(), "bias_E"_a.noconvert().none(), "correction_E"_a.noconvert().none(), "top_k"_a, "scoring"_a,
-           "normalize"_a, "scaling"_a, "num_groups"_a, "topk_groups"_a, "group_best"_a, "jitter"_a, "said_E"_a.noconvert(),
-           nb::keep_alive<1, 2>(), nb::keep_alive<1, 3>(), nb::keep_alive<1, 4>(), nb::keep_alive<1, 13>());
+           "normalize"_a, "scaling"_a, "num_groups"_a, "topk_groups"_a, "group_best"_a, "jitter"_a, nb::keep_alive<1, 2>(),
+           nb::keep_alive<1, 3>(), nb::keep_alive<1, 4>());
   m.def("norm_route", &norm_route, "compute"_a, "x"_a, "norm"_a, "router"_a, "norm and route in one call: its result first.");
-  m.def("norm_route_moe", &norm_route_moe, "compute"_a, "x"_a, "norm"_a, "router"_a, "layout"_a, "activation"_a, "slots"_a,
+  m.def("norm_route_moe", &norm_route_moe, "compute"_a, "x"_a, "norm"_a, "router"_a, "layout"_a, "activation"_a, "book"_a,
         "source"_a, "norm, route and experts that are all in memory in one call; None if they are not.");
-  m.def("route", &route_to_numpy, "compute"_a, "x"_a, "router"_a, "Expert ids and weights [T, K], plain numpy.");
+  m.def("route", &route_to_numpy, "compute"_a, "x"_a, "router"_a,
+        "Expert ids and weights [T, K] and the mean of the logits [E], plain numpy.");
   m.def("rank", [](const Matrix& scores, int top_k, int most) {
     Ranking found = rank(scores, top_k, most);
     return std::tuple(std::move(found.experts), std::move(found.margins));
   }, "scores"_a, "top_k"_a, "most"_a, "(experts, margins), a list a row; see route.h.");
-  m.def("guess", [](Compute& compute, const Matrix& x, const NormWeights* weights, const PackedMatrix& gate, int top_k, int most,
-                    const F32Out& said) {
-    require_said(said, gate.n);
-    const Scratch scratch(compute.workspace);
-    const Matrix scores = linear(compute, weights != nullptr ? norm(compute, x, *weights) : x, gate);
-    mean_row(scores, said.data());
-    Ranking found = rank(scores, top_k, most);
-    return std::tuple(std::move(found.experts), std::move(found.margins));
-  }, "compute"_a, "x"_a, "norm"_a.none(), "gate"_a, "top_k"_a, "most"_a, "said_E"_a.noconvert(),
-        "norm, linear and rank in one call, which leaves the mean of its rows' scores in said_E and nothing else.");
-  m.def("follow", [](const F32Out& bias, const F32Vector& heard, const F32Vector& said, float share) {
-    if (heard.size() != bias.size() || said.size() != bias.size()) throw std::invalid_argument("follow: lengths differ");
-    for (std::size_t e = 0; e < bias.size(); ++e) bias.data()[e] += share * (heard.data()[e] - said.data()[e]);
-  }, "bias_E"_a.noconvert(), "heard_E"_a.noconvert(), "said_E"_a.noconvert(), "share"_a, "bias += share * (heard - said)");
 }
 
 // ---- sample.h ------------------------------------------------------------------------------------------------------------

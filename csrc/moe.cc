@@ -259,17 +259,19 @@ Matrix MoeStep::finish() {
 }
 
 AtHand moe_at_hand(Compute& compute, const Matrix& x, const RouterParams& router, const ExpertLayout& layout,
-                   const ActivationParams& activation, const std::int32_t* slots, SlotSource& source) {
+                   const ActivationParams& activation, const LayerBook& book, SlotSource& source) {
   const auto pairs = static_cast<std::size_t>(x.rows * router.top_k);
   std::vector<std::int32_t> ids(pairs);
   std::vector<float> weights(pairs);
   route(compute, x, router, ids.data(), weights.data());
-  const auto is_here = [&](std::int32_t expert) { return slots[expert] >= 0 && source.is_ready(slots[expert]); };
+  const auto is_here = [&](std::int32_t expert) {
+    return book.is_here(expert) && !book.is_unused(expert) && source.is_ready(book.slot_of(expert));
+  };
   if (!std::all_of(ids.begin(), ids.end(), is_here)) return {};
   MoeStep step(compute, x, ids.data(), weights.data(), router.top_k, layout, activation);
   const std::vector<int> experts = step.experts();
   std::vector<int> chosen;
-  for (int expert : experts) chosen.push_back(slots[expert]);
+  for (int expert : experts) chosen.push_back(book.slot_of(expert));
   if (step.run(experts, chosen, source) >= 0) throw std::logic_error("moe: an expert that was here is gone");
   return {step.finish(), static_cast<int>(experts.size())};
 }

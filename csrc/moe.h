@@ -6,6 +6,7 @@
 #include <cstdint>
 #include <vector>
 
+#include "layer_book.h"
 #include "linear.h"
 #include "route.h"
 #include "slots.h"
@@ -62,13 +63,13 @@ class MoeStep {
   std::int64_t pairs_done_ = 0;
 };
 
-// A whole layer of rows that are normed already: routed, and computed by experts that are all ready, expert e in slot
-// `slots`[e]. Returns how many experts it took, or 0 and no result if some have no slot (-1) or are still on their way.
+// A whole layer of rows that are normed already: routed, and computed by experts that are all ready. Returns how many experts
+// it took, or 0 and no result if some have no slot or one that nobody has used, or are still on their way.
 struct AtHand {
   Matrix out;
   int num_experts = 0;
 };
 AtHand moe_at_hand(Compute& compute, const Matrix& x, const RouterParams& router, const ExpertLayout& layout,
-                   const ActivationParams& activation, const std::int32_t* slots, SlotSource& source);
+                   const ActivationParams& activation, const LayerBook& book, SlotSource& source);
 
 }  // namespace tidegate

@@ -119,7 +119,7 @@ void check_router(const RouterParams& r) {
     throw std::invalid_argument("router: cannot choose " + std::to_string(r.top_k) + " of " + std::to_string(open) + " experts");
 }
 
-void route(Compute& compute, const Matrix& x, const RouterParams& router, std::int32_t* ids, float* weights) {
+void route(Compute& compute, const Matrix& x, const RouterParams& router, std::int32_t* ids, float* weights, float* said) {
   if (x.cols != router.hidden) throw std::invalid_argument("router: hidden states have another width");
   const Scratch scratch(compute.workspace);
   const Matrix logits = compute.workspace.matrix(x.rows, router.num_experts);
@@ -141,33 +141,35 @@ void route(Compute& compute, const Matrix& x, const RouterParams& router, std::i
       chooser.choose(logits.row(t), ids + t * router.top_k, weights + t * router.top_k);
     }
   });
-  if (router.said != nullptr) mean_row(logits, router.said);
+  if (said != nullptr) mean_row(logits, said);
+}
+
+void rank_row(const float* row, int num_experts, int top_k, int most, std::int32_t* order, float* margins) {
+  std::iota(order, order + num_experts, 0);
+  const auto better = [row](std::int32_t a, std::int32_t b) { return row[a] != row[b] ? row[a] > row[b] : a < b; };
+  std::partial_sort(order, order + most, order + num_experts, better);
+  double sum = 0.0, squares = 0.0;
+  for (int e = 0; e < num_experts; ++e) sum += row[e];
+  const double mean = sum / num_experts;
+  for (int e = 0; e < num_experts; ++e) squares += (row[e] - mean) * (row[e] - mean);
+  const double deviation = std::sqrt(squares / num_experts) + 1e-30;
+  const auto score = [&](int place) { return static_cast<double>(row[order[place]]); };
+  const double edge = 0.5 * (score(top_k - 1) + score(std::min(top_k, most - 1)));
+  for (int place = 0; place < most; ++place) {
+    const double margin = std::clamp((score(place) - edge) / deviation, -kLargestMargin, kLargestMargin);
+    margins[place] = static_cast<float>(std::nearbyint(256.0 * margin) / 256.0);
+  }
 }
 
 Ranking rank(const Matrix& scores, int top_k, int most) {
-  const auto experts = static_cast<std::size_t>(scores.cols);
   if (top_k < 1 || top_k > most || most > scores.cols) throw std::invalid_argument("rank: 1 <= top_k <= most <= experts");
   Ranking out;
-  std::vector<std::int32_t> order(experts);
+  std::vector<std::int32_t> order(static_cast<std::size_t>(scores.cols));
+  std::vector<float> margins(static_cast<std::size_t>(most));
   for (std::int64_t t = 0; t < scores.rows; ++t) {
-    const float* const row = scores.row(t);
-    std::iota(order.begin(), order.end(), 0);
-    const auto better = [row](std::int32_t a, std::int32_t b) { return row[a] != row[b] ? row[a] > row[b] : a < b; };
-    std::partial_sort(order.begin(), order.begin() + most, order.end(), better);
-    double sum = 0.0, squares = 0.0;
-    for (std::size_t e = 0; e < experts; ++e) sum += row[e];
-    const double mean = sum / static_cast<double>(experts);
-    for (std::size_t e = 0; e < experts; ++e) squares += (row[e] - mean) * (row[e] - mean);
-    const double deviation = std::sqrt(squares / static_cast<double>(experts)) + 1e-30;
-    const auto score = [&](int place) { return static_cast<double>(row[order[static_cast<std::size_t>(place)]]); };
-    const double edge = 0.5 * (score(top_k - 1) + score(std::min(top_k, most - 1)));
-    std::vector<float> margins;
-    for (int place = 0; place < most; ++place) {
-      const double margin = std::clamp((score(place) - edge) / deviation, -kLargestMargin, kLargestMargin);
-      margins.push_back(static_cast<float>(std::nearbyint(256.0 * margin) / 256.0));
-    }
+    rank_row(scores.row(t), static_cast<int>(scores.cols), top_k, most, order.data(), margins.data());
     out.experts.emplace_back(order.begin(), order.begin() + most);
-    out.margins.push_back(std::move(margins));
+    out.margins.push_back(margins);
   }
   return out;
 }

@@ -22,15 +22,15 @@ struct RouterParams {
   int num_groups = 1, topk_groups = 1;
   int group_best = 1;  // a group's score is the sum of its best 1 or 2 experts
   double jitter = 0.0;
-  float* said = nullptr;  // [num_experts] or null: route leaves the mean of its rows' logits here
 };
 
 // Throws std::invalid_argument if fewer than top_k experts can ever be chosen.
 void check_router(const RouterParams& router);
 
 // x [T, hidden] -> ids and weights [T][top_k], in the order of choice: best score first, ties towards the lower id. Logits
-// are float32 (one order of sums), everything after is float64.
-void route(Compute& compute, const Matrix& x, const RouterParams& router, std::int32_t* ids, float* weights);
+// are float32 (one order of sums), everything after is float64. `said` [num_experts] or null: the mean of the rows' logits.
+void route(Compute& compute, const Matrix& x, const RouterParams& router, std::int32_t* ids, float* weights,
+           float* said = nullptr);
 
 // For each row of scores [T, E] the `most` best experts, best first, ties towards the lower id, and how far each is above the
 // edge: the middle between the last of top_k and the first after it. In standard deviations of the row, at most kLargestMargin
@@ -41,6 +41,8 @@ struct Ranking {
 };
 inline constexpr double kLargestMargin = 8.0;
 Ranking rank(const Matrix& scores, int top_k, int most);
+// The same of one row: the first `most` of `order` [num_experts] and `margins` [most].
+void rank_row(const float* row, int num_experts, int top_k, int most, std::int32_t* order, float* margins);
 
 // The mean of the rows, into `out` [cols].
 void mean_row(const Matrix& rows, float* out);

@@ -175,20 +175,22 @@ def test_prefetch_is_counted_promoted_and_guarded():
     cache.check_integrity()
 
 
-def test_at_hand_is_what_was_used_where_nothing_is_evicted():
+def test_at_hand_is_where_experts_are_where_nothing_is_evicted():
     loader = RecordingLoader(instant=False)
     cache = ExpertCache([4, 4], 4, POLICIES["lru"], loader)
+    book = cache.at_hand(0)
     cache.prefetch(0, 3, value=float("inf"))
     for placement in cache.visit(0, [1, 2]):
         loader.loading.clear()
-        assert list(cache.at_hand(0)) == [-1, *placement.slots, -1], "3 was not used yet"
-    assert list(cache.at_hand(1)) == [-1] * 4
+        assert [book.slot_of(expert) for expert in (1, 2)] == placement.slots
+    assert [cache.at_hand(1).slot_of(expert) for expert in range(4)] == [-1] * 4
+    assert [book.is_unused(expert) for expert in range(4)] == [False, False, False, True], "3 was not used yet"
     [placement] = cache.visit(0, [3])
-    assert cache.at_hand(0)[3] == placement.slots[0] and cache.counters.prefetch_hits == 1
+    assert book.slot_of(3) == placement.slots[0] and not book.is_unused(3) and cache.counters.prefetch_hits == 1
     for _ in cache.visit(0, [0, 3]):
-        assert cache.at_hand(0)[0] >= 0
+        assert book.slot_of(0) >= 0
         break  # 0 never arrives
-    assert cache.at_hand(0)[0] == -1
+    assert book.slot_of(0) == -1
     cache.count_hits(3)
     assert cache.counters.demand_hits == 4 and cache.counters.misses == 3
     assert ExpertCache([3, 4], 4, POLICIES["lru"], loader).at_hand(1) is None

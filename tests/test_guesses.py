@@ -4,12 +4,16 @@ import numpy as np
 import pytest
 
 from attention_cases import cpu_backend
+from tidegate import _core
 from tidegate.backends.base import Backend, Norm, Router
+from tidegate.backends.cpu_attention import _NativeGate
 from tidegate.backends.reference import ReferenceBackend
+from tidegate.experts.base import InstantLoader
+from tidegate.experts.cache import ExpertCache
 from tidegate.experts.gates_file import own_gates_bytes, pack_gates
-from tidegate.experts.lookahead import AHEAD, AT_START
+from tidegate.experts.lookahead import AHEAD, AT_START, Lookahead
+from tidegate.experts.policy import POLICIES
 from tidegate.model_config import MoeConfig
-from tidegate.models import guesses
 from tidegate.models.guesses import Gates, own_gates
 from tidegate.models.weights import MoeWeights
 
@@ -42,10 +46,10 @@ def _found(backend: Backend, moe: MoeConfig, rows: int) -> np.ndarray:
     for token in range(TOKENS):
         x_TD = _normal(100 + token, rows, HIDDEN)
         assert guesser.at_start(0, from_numpy(x_TD)) is None, "nothing is known of the first layer"
-        seen, _ = backend.norm_route(from_numpy(x_TD), layers[0].norm, layers[0].router)
-        guesses = [guesser.after_route(0, seen), guesser.at_start(1, from_numpy(x_TD))]
+        seen, routing = backend.norm_route(from_numpy(x_TD), layers[0].norm, layers[0].router)
+        guesses = [guesser.after_route(0, seen, routing.said_E), guesser.at_start(1, from_numpy(x_TD))]
         seen, routing = backend.norm_route(from_numpy(x_TD + attention_D), layers[1].norm, layers[1].router)
-        assert guesser.after_route(1, seen) is None, "there is no third layer"
+        assert guesser.after_route(1, seen, routing.said_E) is None, "there is no third layer"
         for guess in guesses:
             assert guess is not None and guess.layer == 1
             named = [set(one[:TOP_K]) for one in guess.experts_TG]
@@ -61,7 +65,73 @@ def test_biases_follow_what_the_routers_say_beyond_the_gates(
 ) -> None:
     reference, cpu = _found(ReferenceBackend(), moe, rows), _found(cpu_backend(), moe, rows)
     np.testing.assert_allclose(reference, cpu, atol=0.03)
-    monkeypatch.setattr(guesses._Gate, "follow", lambda self, said_E, rows: None)
+    monkeypatch.setattr(_NativeGate, "follow", lambda self, heard_E: None)
     fixed = _found(cpu_backend(), moe, rows)
     print(f"named by gates with biases that follow {cpu.round(2)}, with fixed ones {fixed.round(2)}")
     assert (cpu > fixed + 0.2).all() and (cpu > 0.75).all()
+
+
+def _prefetched(*, natively: bool) -> tuple[list[list[int]], list[bytes], object]:
+    """What one token after the other needs and has in memory, as each gate is asked; the gates' biases; and the counters."""
+    backend, layers = cpu_backend(), _layers(PLAIN)
+    memory = np.zeros(own_gates_bytes(2, EXPERTS, HIDDEN), np.uint8)
+    linears = pack_gates(own_gates(layers), memory, 1)
+    guesser = Gates(backend, layers, linears, PLAIN)
+    cache = ExpertCache([EXPERTS // 2] * 2, EXPERTS, POLICIES["decayed-lfu"], InstantLoader())
+    lookahead = Lookahead(cache, TOP_K, lambda: 0.1)
+    sights = guesser.sights(lookahead.odds, lookahead.books()) if natively else None
+    from_numpy, seen = backend.compute.from_numpy, []
+    attention_D = 0.5 * _normal(1, HIDDEN)
+
+    def told(guess) -> None:
+        for ranked, margins in zip(guess.experts_TG, guess.margins_TG, strict=True) if guess else ():
+            lookahead.foresee(guess.layer, guess.distance, ranked, margins)
+
+    def found(layer, worth) -> None:
+        if worth is not None:
+            lookahead.load(layer, *worth)
+
+    for token in range(3 * TOKENS):
+        backend.compute.release(0)
+        lookahead.begin_step(1)
+        for layer in range(2):
+            x = _normal(100 + token, 1, HIDDEN) + layer * attention_D
+            if sights is None:
+                told(guesser.at_start(layer, from_numpy(x)))
+            else:
+                found(layer, sights[layer].at_start(from_numpy(x)))
+            x = from_numpy(x + attention_D)
+            normed, routing = backend.norm_route(x, layers[layer].norm, layers[layer].router)
+            needed = sorted(routing.topk_expert_ids_TK[0].tolist())
+            for _ in cache.visit(layer, needed, [needed]):
+                pass
+            if sights is None:
+                lookahead.after_route(layer, needed)
+                told(guesser.after_route(layer, normed, routing.said_E))
+            else:
+                cache.cancel_refuted(layer)
+                found(layer + 1, sights[layer].after_route(normed, needed, routing.said_E))
+            seen.append([*needed, *sorted(cache.resident(layer)), *sorted(cache.resident(1))])
+    return seen, [linear.bias.tobytes() for linear in linears.values()], cache.counters
+
+
+def test_one_token_natively_is_the_same() -> None:
+    plain, native = _prefetched(natively=False), _prefetched(natively=True)
+    assert plain == native
+    assert native[2].prefetch_hits > 20 and native[2].prefetch_dropped > 20
+
+
+def test_a_gate_refuses_what_does_not_fit() -> None:
+    layers = _layers(PLAIN)
+    memory = np.zeros(own_gates_bytes(2, EXPERTS, HIDDEN), np.uint8)
+    linear, backend = pack_gates(own_gates(layers), memory, 1)["start.1"], cpu_backend()
+    for top_k, most in ((0, 4), (5, 4), (4, EXPERTS + 1)):
+        with pytest.raises(ValueError, match="top_k"):
+            backend.make_gate(linear, None, top_k, most)
+    gate = backend.make_gate(linear, None, TOP_K, 2 * TOP_K)
+    odds = Lookahead(ExpertCache([4] * 2, EXPERTS, POLICIES["lru"], InstantLoader()), TOP_K, lambda: 0.0).odds
+    with pytest.raises(ValueError, match="book"):
+        backend.make_sight(odds, 0, (None, None, gate), (_core.LayerBook(EXPERTS), None))
+    sight = backend.make_sight(odds, 1, (gate, None, None), (_core.LayerBook(EXPERTS), None))
+    with pytest.raises(ValueError, match="one row"):
+        sight.at_start(backend.compute.from_numpy(_normal(0, 2, HIDDEN)))

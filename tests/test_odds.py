@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tidegate import _core
-from tidegate.experts.lookahead import HALF_LIFE, LEAST_HEAT
+from tidegate.experts.lookahead import AHEAD, HALF_LIFE, LEAST_HEAT
 
 NUM_EXPERTS, LAYERS, RATE = 12, 2, 1 / 128
 CURVES = [(6.0, 0.4, -0.8), (4.2, 0.3, -0.5)]
@@ -57,20 +57,40 @@ def test_decayed_uses(steps: list[list[int]], resident: list[int], kept: list[in
             assert more <= rank < more + rounded.count(rounded[expert])
 
 
+FLOOR, RISE, FALL, EARLY = 0.4, 3 / 128, 1 / 128, 2.0
+
+
+def _odds() -> _core.Odds:
+    return _core.Odds(
+        LAYERS, NUM_EXPERTS, CURVES, HALF_LIFE, LEAST_HEAT, RATE, floor=FLOOR, rise=RISE, fall=FALL, early=EARLY
+    )
+
+
+def _book(here: list[int]) -> _core.LayerBook:
+    book = _core.LayerBook(NUM_EXPERTS)
+    for slot, expert in enumerate(here):
+        book.insert(expert, slot, False)
+    return book
+
+
 class _OddsTwin:
     """The formulas, one expert at a time."""
 
     def __init__(self) -> None:
+        self.floor, self.bar = FLOOR, 0.0
+        self.loads: list[list[int]] = [[] for _ in range(LAYERS)]
         self.curves = [list(curve) for curve in CURVES]
         self.uses = [_UsesTwin() for _ in range(LAYERS)]
         self.open: list[list[tuple[int, int, float, float, float]]] = [[] for _ in range(LAYERS)]
 
     def weigh(
-        self, layer: int, distance: int, ranked: list[int], margins: list[float], is_here: bytearray, most: int, least: float
-    ) -> tuple[list[tuple[int, float]], int]:  # fmt: skip
-        loads, dropped = [], 0
+        self, layer: int, distance: int, ranked: list[int], margins: list[float], here: list[int], most: int
+    ) -> tuple[list[tuple[int, float]], int]:
+        loads, dropped, least = [], 0, max(self.floor, self.bar)
+        if distance == AHEAD:  # the odds against it are so many times smaller
+            least = 1 / (1 + (1 / least - 1) / EARLY)
         for rank, (expert, margin) in enumerate(zip(ranked, margins, strict=True)):
-            if is_here[expert]:
+            if expert in here:
                 continue
             a, b, c = self.curves[distance]
             log_heat = math.log(self.uses[layer].value(expert) + LEAST_HEAT)
@@ -88,7 +108,9 @@ class _OddsTwin:
             self.curves[distance] = [
                 old + step * factor for old, factor in zip(self.curves[distance], (margin, log_heat, 1), strict=True)
             ]
-        self.open[layer] = []
+        for expert in self.loads[layer]:
+            self.floor = max(0.0, self.floor - FALL) if expert in needed else min(1.0, self.floor + RISE)
+        self.open[layer], self.loads[layer] = [], []
         self.uses[layer].steps.append(needed)
 
 
@@ -101,32 +123,45 @@ _guess = st.tuples(
 @settings(deadline=None, max_examples=60)
 @given(st.lists(_guess, max_size=30))
 def test_odds(guesses: list[tuple[int, int, list[int], int, list[int], list[int], list[int], bool]]) -> None:
-    odds = _core.Odds(LAYERS, NUM_EXPERTS, CURVES, HALF_LIFE, LEAST_HEAT, RATE)
-    twin = _OddsTwin()
+    odds, twin = _odds(), _OddsTwin()
+    odds.bar = twin.bar = 0.4200001
     for layer, distance, order, size, margins_256, here, needed, is_known in guesses:
         ranked, margins = list(order[:size]), [margin / 256 for margin in margins_256[:size]]
-        is_here = bytearray(expert in here for expert in range(NUM_EXPERTS))
-        found, dropped = odds.weigh(layer, distance, ranked, margins, is_here, 3, 0.5000001)
-        loads, twin_dropped = twin.weigh(layer, distance, ranked, margins, is_here, 3, 0.5000001)
+        found, dropped = odds.weigh(layer, distance, ranked, margins, _book(here), 3)
+        loads, twin_dropped = twin.weigh(layer, distance, ranked, margins, here, 3)
         assert [expert for expert, _ in found] == [expert for expert, _ in loads] and dropped == twin_dropped
         assert [value for _, value in found] == pytest.approx([value for _, value in loads], rel=1e-9)
+        for expert, _ in found:
+            odds.loaded(layer, expert)
+            twin.loads[layer].append(expert)
         if is_known:
             odds.learn(layer, needed)
             twin.learn(layer, needed)
         elif not ranked:
             odds.forget()
-            twin.open = [[] for _ in range(LAYERS)]
+            twin.open, twin.loads = ([[] for _ in range(LAYERS)] for _ in range(2))
+        assert odds.floor == pytest.approx(twin.floor)
 
 
 def test_what_is_no_expert_is_refused() -> None:
-    odds = _core.Odds(LAYERS, NUM_EXPERTS, CURVES, HALF_LIFE, LEAST_HEAT, RATE)
-    is_here = bytearray(NUM_EXPERTS)
+    odds, book = _odds(), _book([])
     for layer, distance, ranked in ((LAYERS, 0, [1]), (0, 2, [1]), (0, 0, [NUM_EXPERTS]), (0, 0, [-1])):
         with pytest.raises(IndexError):
-            odds.weigh(layer, distance, ranked, [0.0], is_here, 1, 0.5)
+            odds.weigh(layer, distance, ranked, [0.0], book, 1)
     with pytest.raises(ValueError, match="margin"):
-        odds.weigh(0, 0, [1], [], is_here, 1, 0.5)
+        odds.weigh(0, 0, [1], [], book, 1)
     uses = _core.DecayedUses(NUM_EXPERTS, HALF_LIFE)
-    for call in (uses.value, lambda expert: uses.use([expert]), lambda expert: uses.ranks([expert])):
+    for call in (lambda expert: odds.loaded(LAYERS, expert), lambda expert: book.insert(expert, 0, False)):
+        with pytest.raises(IndexError):
+            call(NUM_EXPERTS)
+    for call in (
+        book.slot_of,
+        book.is_unused,
+        book.use,
+        book.drop,
+        uses.value,
+        lambda expert: uses.use([expert]),
+        lambda expert: uses.ranks([expert]),
+    ):
         with pytest.raises(IndexError):
             call(NUM_EXPERTS)

@@ -1,8 +1,8 @@
 """Native core (csrc/). One section a header, in the order of bindings.cc."""
 
-from array import array
 from collections.abc import Sequence
 from enum import Enum
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -116,13 +116,12 @@ class RouterParams:
         topk_groups: int,
         group_best: int,
         jitter: float,
-        said_E: F32Array,
     ) -> None: ...
 
-def route(compute: Compute, x: Matrix, router: RouterParams) -> tuple[I32Array, F32Array]: ...
+def route(compute: Compute, x: Matrix, router: RouterParams) -> tuple[I32Array, F32Array, F32Array]: ...
 def norm_route(
     compute: Compute, x: Matrix, norm: NormWeights, router: RouterParams
-) -> tuple[Matrix, I32Array, F32Array]: ...
+) -> tuple[Matrix, I32Array, F32Array, F32Array]: ...
 def norm_route_moe(
     compute: Compute,
     x: Matrix,
@@ -130,14 +129,10 @@ def norm_route_moe(
     router: RouterParams,
     layout: ExpertLayout,
     activation: ActivationParams,
-    slots: array[int],
+    book: LayerBook,
     source: SlotSource,
 ) -> tuple[Matrix, Matrix, int] | None: ...
 def rank(scores: Matrix, top_k: int, most: int) -> tuple[list[list[int]], list[list[float]]]: ...
-def guess(
-    compute: Compute, x: Matrix, norm: NormWeights | None, gate: PackedMatrix, top_k: int, most: int, said_E: F32Array
-) -> tuple[list[list[int]], list[list[float]]]: ...
-def follow(bias_E: F32Array, heard_E: F32Array, said_E: F32Array, share: float) -> None: ...
 
 # ---- sample.h
 
@@ -333,7 +328,19 @@ class DecayedUses:
     def lowest(self, kept: Sequence[int]) -> int: ...
     def ranks(self, experts: Sequence[int]) -> list[int]: ...
 
+class LayerBook:
+    def __init__(self, num_experts: int) -> None: ...
+    def insert(self, expert: int, slot: int, is_unused: bool) -> None: ...
+    def use(self, expert: int) -> None: ...
+    def drop(self, expert: int) -> None: ...
+    def slot_of(self, expert: int) -> int: ...
+    def is_unused(self, expert: int) -> bool: ...
+
 class Odds:
+    floor: float
+    bar: float
+    num_guesses: int
+    num_missing: int
     def __init__(
         self,
         num_layers: int,
@@ -342,16 +349,54 @@ class Odds:
         half_life: float,
         least_heat: float,
         learning_rate: float,
+        *,
+        floor: float,
+        rise: float,
+        fall: float,
+        early: float,
     ) -> None: ...
+    def threshold(self, distance: int) -> float: ...
     def weigh(
         self,
         layer: int,
         distance: int,
         ranked: Sequence[int],
         margins: Sequence[float],
-        is_here: bytearray,
+        here: LayerBook,
         per_token: int,
-        threshold: float,
     ) -> tuple[list[tuple[int, float]], int]: ...
+    def loaded(self, layer: int, expert: int) -> None: ...
     def learn(self, layer: int, needed: Sequence[int]) -> None: ...
     def forget(self) -> None: ...
+
+class Gate:
+    def __init__(
+        self,
+        compute: Compute,
+        weight: PackedMatrix,
+        bias_E: F32Array,
+        norm: NormWeights | None,
+        top_k: int,
+        most: int,
+    ) -> None: ...
+    def scores(self, x: Matrix) -> Matrix: ...
+    def guess(self, x: Matrix) -> tuple[list[list[int]], list[list[float]]]: ...
+    def follow(self, heard_E: F32Array) -> None: ...
+
+Found = tuple[
+    list[tuple[int, float]], int, list[int]
+]  # loads (expert, odds), how many are dropped, experts named first
+
+class Sight:
+    def __init__(
+        self,
+        odds: Odds,
+        layer: int,
+        start: Gate | None,
+        before: Gate | None,
+        next: Gate | None,
+        here: LayerBook,
+        there: LayerBook | None,
+    ) -> None: ...
+    def at_start(self, x: Any) -> Found | None: ...
+    def after_route(self, x: Any, needed: Sequence[int], heard_E: F32Array) -> Found | None: ...

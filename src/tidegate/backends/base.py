@@ -10,9 +10,8 @@ inputs unless they say so.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from array import array
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Generic, TypeVar
 
 import numpy as np
@@ -24,7 +23,7 @@ from tidegate.quant.formats import Format
 from tidegate.quant.layout import ExpertLayout
 
 if TYPE_CHECKING:
-    from tidegate._core import SlotSource
+    from tidegate import _core
 
 A = TypeVar("A")
 ByteArray = NDArray[np.uint8]
@@ -145,30 +144,44 @@ class AttentionWeights:
 
 @dataclass(frozen=True)
 class Router:
-    """Router matrix float32 [E, D] (never quantized), its optional biases [E], and the contract. ``said_E``: where ``route``
-    leaves the mean of its rows' logits."""
+    """Router matrix float32 [E, D] (never quantized), its optional biases [E], and the contract."""
 
     weight_ED: F32Array
     bias_E: F32Array | None
     correction_E: F32Array | None
     config: MoeConfig
-    said_E: F32Array = field(init=False, repr=False, compare=False)
-
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "said_E", np.zeros(len(self.weight_ED), np.float32))
 
 
 @dataclass(frozen=True)
 class Routing(Generic[A]):
     """``topk_expert_ids_TK`` int32 and ``topk_weights_TK`` float32, plain numpy. Best first, by the score that chose (the
-    correction bias included), so weights need not descend."""
+    correction bias included), so weights need not descend. ``said_E``: the mean of the rows' logits, if the backend tells."""
 
     topk_expert_ids_TK: I32Array
     topk_weights_TK: F32Array
+    said_E: F32Array | None = None
 
 
 Ranking = tuple[list[list[int]], list[list[float]]]
 LARGEST_MARGIN = 8.0
+
+
+class Gate(ABC, Generic[A]):
+    """A linear gate on a hidden state, behind a norm if there is one, that guesses at a router. Its bias follows what the router
+    says beyond it: it starts as if a few tokens had told it already, and the latest ones count most. Leaves nothing in the
+    workspace."""
+
+    @abstractmethod
+    def scores(self, x: A) -> F32Array:
+        """[T, D] -> [T, E], plain numpy."""
+
+    @abstractmethod
+    def guess(self, x: A) -> Ranking:
+        """``Backend.rank`` of the scores."""
+
+    @abstractmethod
+    def follow(self, heard_E: F32Array) -> None:
+        """What the router said, on average over the rows that this gate has scored last."""
 
 
 class ExpertSlots(ABC):
@@ -178,7 +191,7 @@ class ExpertSlots(ABC):
     pointer; None for slots that only numpy reads.
     """
 
-    native: SlotSource | None = None
+    native: _core.SlotSource | None = None
 
     @abstractmethod
     def wait(self, slot: int) -> ByteArray:
@@ -233,7 +246,7 @@ class Backend(ABC, Generic[A]):
 
     @abstractmethod
     def route(self, x: A, router: Router) -> Routing[A]:
-        """[T, D] -> the chosen experts. Ties are broken towards the lower expert id. Writes ``router.said_E``."""
+        """[T, D] -> the chosen experts. Ties are broken towards the lower expert id."""
 
     def norm_route(self, x: A, norm: Norm, router: Router) -> tuple[A, Routing[A]]:
         """``norm`` and what ``route`` says of it, likewise."""
@@ -246,12 +259,21 @@ class Backend(ABC, Generic[A]):
         each is above the edge, the middle between the last of ``top_k`` and the first after it, in standard deviations of the
         row, at most LARGEST_MARGIN either way, in steps of 1/256 (which float16 holds)."""
 
-    def guess(self, x: A, norm: Norm | None, gate: Linear, top_k: int, most: int, said_E: F32Array) -> Ranking:
-        """``rank`` of ``linear``, behind ``norm`` if there is one; a backend may do it at once. The mean of the rows' scores is
-        written into ``said_E``."""
-        scores = self.linear(x if norm is None else self.norm(x, norm), gate)
-        said_E[:] = self.numpy(scores).mean(axis=0)
-        return self.rank(scores, top_k, most)
+    def make_gate(self, linear: Linear, norm: Norm | None, top_k: int, most: int) -> Gate[A]:
+        """A gate whose bias, which moves, is that of ``linear``. Its guesses are those of ``rank``."""
+        return _PlainGate(self, linear, norm, top_k, most)
+
+    def make_sight(
+        self,
+        odds: _core.Odds,
+        layer: int,
+        gates: tuple[Gate[A] | None, Gate[A] | None, Gate[A] | None],
+        books: tuple[_core.LayerBook, _core.LayerBook | None],
+    ) -> _core.Sight | None:
+        """What steps of one token guess about MoE layer ``layer`` and from it, in one call each; None where calls cost nothing.
+        ``gates``: from the layer's start and from the router before it, both at its router, and from there at the next one;
+        ``books`` of this layer and of the next."""
+        return None
 
     @abstractmethod
     def moe(
@@ -274,11 +296,11 @@ class Backend(ABC, Generic[A]):
         router: Router,
         layout: ExpertLayout,
         slots: ExpertSlots,
-        slot_of_E: array[int],
+        book: _core.LayerBook,
         activation: tuple[str, float, float],
     ) -> tuple[A, A, int] | None:
-        """``norm_route`` and ``moe`` in one call: ``x`` normed, the sum, and of how many experts; ``slot_of_E`` says where each
-        expert is, -1 if nowhere. None, and nothing done, if one of them is not ready, or where calls cost nothing."""
+        """``norm_route`` and ``moe`` in one call: ``x`` normed, the sum, and of how many experts; ``book`` says where each
+        expert is. None, and nothing done, if one of them is not ready or was never used, or where calls cost nothing."""
         return None
 
     @abstractmethod
@@ -301,3 +323,42 @@ class Backend(ABC, Generic[A]):
     def logits(self, x: A, norm: Norm, head: Linear, divisor: float) -> F32Array:
         """[T, D] -> float32 [R, V] of the step's logit rows: norm, head, divide. A plain numpy array owned by the caller
         until the next step."""
+
+
+_TOLD_BEFORE, _LEAST_SHARE = 4, 1 / 16
+
+
+class _PlainGate(Gate[A]):
+    """In the backend's own operations."""
+
+    def __init__(self, backend: Backend[A], linear: Linear, norm: Norm | None, top_k: int, most: int) -> None:
+        assert linear.bias is not None
+        self._backend, self._linear, self._norm, self._bias_E = backend, linear, norm, linear.bias
+        self._top_k, self._most = top_k, most
+        self._said_E, self._rows, self._told = np.zeros(linear.n, np.float32), 1, _TOLD_BEFORE
+
+    def scores(self, x: A) -> F32Array:
+        backend = self._backend
+        mark = backend.mark()
+        scores = backend.numpy(self._ask(x))
+        backend.release(mark)
+        return scores
+
+    def guess(self, x: A) -> Ranking:
+        backend = self._backend
+        mark = backend.mark()
+        ranking = backend.rank(self._ask(x), self._top_k, self._most)
+        backend.release(mark)
+        return ranking
+
+    def follow(self, heard_E: F32Array) -> None:
+        share = max(_LEAST_SHARE, 1 / self._told)
+        self._told += self._rows
+        self._bias_E += np.float32(1 - (1 - share) ** self._rows) * (heard_E - self._said_E)
+
+    def _ask(self, x: A) -> A:
+        backend = self._backend
+        scores = backend.linear(x if self._norm is None else backend.norm(x, self._norm), self._linear)
+        said_TE = backend.numpy(scores)
+        self._said_E, self._rows = said_TE.mean(axis=0), len(said_TE)
+        return scores

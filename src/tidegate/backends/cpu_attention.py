@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from array import array
-
 import numpy as np
 
 from tidegate import _core
@@ -13,6 +11,7 @@ from tidegate.backends.base import (
     ByteArray,
     ExpertSlots,
     F32Array,
+    Gate,
     KvLayout,
     Linear,
     Norm,
@@ -24,6 +23,23 @@ from tidegate.backends.base import (
 )
 from tidegate.backends.cpu_linear import LinearOps
 from tidegate.quant.layout import ExpertLayout
+
+
+class _NativeGate(Gate[Matrix]):
+    def __init__(self, compute: _core.Compute, native: _core.Gate) -> None:
+        self._compute, self.native = compute, native
+
+    def scores(self, x: Matrix) -> F32Array:
+        mark = self._compute.mark()
+        scores = np.array(self._compute.numpy(self.native.scores(x)))
+        self._compute.release(mark)
+        return scores
+
+    def guess(self, x: Matrix) -> Ranking:
+        return self.native.guess(x)
+
+    def follow(self, heard_E: F32Array) -> None:
+        self.native.follow(heard_E)
 
 
 class AttentionOps(LinearOps):
@@ -72,8 +88,8 @@ class AttentionOps(LinearOps):
         return Routing(*_core.route(self.compute, x, self._router(router)))
 
     def norm_route(self, x: Matrix, norm: Norm, router: Router) -> tuple[Matrix, Routing[Matrix]]:
-        normed, ids_TK, weights_TK = _core.norm_route(self.compute, x, self._norm(norm), self._router(router))
-        return normed, Routing(ids_TK, weights_TK)
+        normed, ids_TK, weights_TK, said_E = _core.norm_route(self.compute, x, self._norm(norm), self._router(router))
+        return normed, Routing(ids_TK, weights_TK, said_E)
 
     def moe_at_hand(
         self,
@@ -82,7 +98,7 @@ class AttentionOps(LinearOps):
         router: Router,
         layout: ExpertLayout,
         slots: ExpertSlots,
-        slot_of_E: array[int],
+        book: _core.LayerBook,
         activation: tuple[str, float, float],
     ) -> tuple[Matrix, Matrix, int] | None:
         if slots.native is None:
@@ -94,16 +110,29 @@ class AttentionOps(LinearOps):
             self._router(router),
             self._layout(layout),
             self._activation(activation),
-            slot_of_E,
+            book,
             slots.native,
         )
 
     def rank(self, scores: Matrix, top_k: int, most: int) -> Ranking:
         return _core.rank(scores, top_k, most)
 
-    def guess(self, x: Matrix, norm: Norm | None, gate: Linear, top_k: int, most: int, said_E: F32Array) -> Ranking:
+    def make_gate(self, linear: Linear, norm: Norm | None, top_k: int, most: int) -> Gate[Matrix]:
+        assert linear.bias is not None
         weights = None if norm is None else self._norm(norm)
-        return _core.guess(self.compute, x, weights, self.packed(gate), top_k, most, said_E)
+        return _NativeGate(
+            self.compute, _core.Gate(self.compute, self.packed(linear), linear.bias, weights, top_k, most)
+        )
+
+    def make_sight(
+        self,
+        odds: _core.Odds,
+        layer: int,
+        gates: tuple[Gate[Matrix] | None, Gate[Matrix] | None, Gate[Matrix] | None],
+        books: tuple[_core.LayerBook, _core.LayerBook | None],
+    ) -> _core.Sight:
+        start, before, following = (gate.native if isinstance(gate, _NativeGate) else None for gate in gates)
+        return _core.Sight(odds, layer, start, before, following, *books)
 
     def _norm(self, norm: Norm) -> _core.NormWeights:
         known = self._norms.get(id(norm))
@@ -182,7 +211,6 @@ class AttentionOps(LinearOps):
             topk_groups=moe.topk_groups,
             group_best=2 if moe.group_score == "top2_sum" else 1,
             jitter=moe.router_jitter,
-            said_E=router.said_E,
         )
         self._routers[id(router)] = handle, router
         return handle

@@ -137,8 +137,8 @@ class ReferenceBackend(Backend[F32Array]):
         logits = np.array([weights @ row for row in x.astype(np.float64)]).reshape(len(x), -1)
         if router.bias_E is not None:
             logits += router.bias_E
-        router.said_E[:] = logits.mean(axis=0)
-        return Routing(*choose(logits.astype(np.float32), router.correction_E, router.config))
+        chosen = choose(logits.astype(np.float32), router.correction_E, router.config)
+        return Routing(*chosen, said_E=logits.mean(axis=0).astype(np.float32))
 
     def rank(self, scores: F32Array, top_k: int, most: int) -> Ranking:
         return ranked_margins(scores, top_k, most)

@@ -63,9 +63,12 @@ class RouterInputs:
         self._inputs.append(self._backend.numpy(self._backend.norm(x, self._layers[layer].norm)))
         self._backend.release(mark)
 
-    def after_route(self, layer: int, x: Any) -> None:
+    def after_route(self, layer: int, x: Any, said_E: Any) -> None:
         """As Guesser."""
         self._inputs.append(self._backend.numpy(x))
+
+    def sights(self, odds: Any, books: Any) -> None:
+        """As Guesser."""
 
     def end_step(self) -> None:
         """The step went well."""

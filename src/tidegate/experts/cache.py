@@ -7,9 +7,9 @@ pins what is there, loads what is not, and never evicts an expert that the same 
 
 from __future__ import annotations
 
-from array import array
 from collections.abc import Collection, Generator, KeysView, Sequence
 
+from tidegate import _core
 from tidegate.experts.base import CacheCounters, ExpertKey, Loader, Placement
 from tidegate.experts.policy import PolicyFactory
 from tidegate.experts.shares import SlotShares
@@ -25,11 +25,11 @@ class _Layer:
         self.capacity = len(slots)
         self.free = list(reversed(slots))
         self.slot_of: dict[int, int] = {}
-        self.is_here = bytearray(num_experts)  # 1 for those that have a slot
+        self.native = _core.LayerBook(num_experts)  # slot_of and unused_prefetch
         self.pinned: set[int] = set()
         self.unused_prefetch: set[int] = set()
+        self.refutable: list[int] = []  # those of them whose loads may not be done
         self.policy = make_policy(num_experts)
-        self.slot_of_E = array("i", [-1]) * num_experts  # of those that were used, where nothing is ever evicted
 
 
 class ExpertCache:
@@ -80,14 +80,14 @@ class ExpertCache:
         """The same, as it changes."""
         return self._layers[layer].slot_of.keys()
 
-    def is_here(self, layer: int) -> bytearray:
-        """The same by expert id, 1 or 0."""
-        return self._layers[layer].is_here
+    def book(self, layer: int) -> _core.LayerBook:
+        """The same with their slots, for native code."""
+        return self._layers[layer].native
 
-    def at_hand(self, layer: int) -> array[int] | None:
-        """Slots by expert id, -1 for one that was never used, if a visit of these experts has nothing to decide or to count but
-        hits (``count_hits``); they may still be loading. None where experts can be evicted."""
-        return None if self._is_scarce else self._layers[layer].slot_of_E
+    def at_hand(self, layer: int) -> _core.LayerBook | None:
+        """``book``, if a visit of experts that were used before has nothing to decide or to count but hits (``count_hits``); they
+        may still be loading. None where experts can be evicted."""
+        return None if self._is_scarce else self._layers[layer].native
 
     def count_hits(self, count: int) -> None:
         """So many experts that were ``at_hand`` were used without a visit."""
@@ -143,8 +143,6 @@ class ExpertCache:
                     self._pin(layer, following)
                     held.append(following)
                 slots = [book.slot_of[expert] for expert in group]
-                for expert, slot in zip(group, slots, strict=True) if not self._is_scarce else ():
-                    book.slot_of_E[expert] = slot
                 yield Placement(group, slots)
                 book.pinned.difference_update(held.pop(0))
         finally:
@@ -163,19 +161,23 @@ class ExpertCache:
                 self.counters.prefetch_dropped += 1
                 return False
             self._evict(book, victim)
-        self._insert(layer, expert, demand=False)
         book.unused_prefetch.add(expert)
+        book.refutable.append(expert)
+        self._insert(layer, expert, demand=False)
         self.counters.prefetch_issued += 1
         return True
 
     def cancel_refuted(self, layer: int) -> None:
         """After the layer's router has spoken: stop speculative loads that it did not ask for and that are not done."""
         book = self._layers[layer]
-        for expert in sorted(book.unused_prefetch):
+        if not book.refutable:
+            return
+        for expert in sorted(book.unused_prefetch.intersection(book.refutable)):
             slot = book.slot_of[expert]
             if not self._loader.is_ready(slot) and self._loader.cancel(slot):
                 self.counters.prefetch_wasted += 1
                 self._drop(book, expert)
+        book.refutable.clear()
 
     def check_integrity(self) -> None:
         """Recount: free + resident == capacity, no slot twice, pins are resident. AssertionError is our bug."""
@@ -187,6 +189,9 @@ class ExpertCache:
             seen.update(slots)
             assert book.pinned <= book.slot_of.keys(), "a pinned expert is not resident"
             assert book.unused_prefetch <= book.slot_of.keys()
+            for expert in range(self.num_experts):
+                assert book.native.slot_of(expert) == book.slot_of.get(expert, -1)
+                assert book.native.is_unused(expert) == (expert in book.unused_prefetch)
 
     def _access(self, layer: int, needed: Sequence[int], rows: Sequence[Sequence[int]]) -> None:
         """Tell the policy, and the shares what the policy would have thought of it."""
@@ -224,6 +229,7 @@ class ExpertCache:
         prefetched = [expert for expert in hits if expert in book.unused_prefetch] if book.unused_prefetch else ()
         for expert in prefetched:
             book.unused_prefetch.discard(expert)
+            book.native.use(expert)
             if not self._loader.is_ready(book.slot_of[expert]):
                 self._loader.promote(book.slot_of[expert])
                 self.counters.prefetch_late += 1
@@ -247,7 +253,7 @@ class ExpertCache:
     def _insert(self, layer: int, expert: int, *, demand: bool) -> None:
         book = self._layers[layer]
         slot = book.slot_of[expert] = book.free.pop()
-        book.is_here[expert] = 1
+        book.native.insert(expert, slot, not demand)
         self._num_absent -= 1
         book.policy.on_insert(expert)
         self._loader.load(ExpertKey(layer, expert), slot, demand=demand)
@@ -263,8 +269,7 @@ class ExpertCache:
 
     def _drop(self, book: _Layer, expert: int) -> None:
         book.free.append(book.slot_of.pop(expert))
-        book.is_here[expert] = 0
-        book.slot_of_E[expert] = -1
+        book.native.drop(expert)
         self._num_absent += 1
         book.unused_prefetch.discard(expert)
         book.policy.on_evict(expert)

@@ -59,12 +59,12 @@ class Lookahead:
         clock: Callable[[], float] | None = None,
     ) -> None:
         self._cache, self._busy_ratio, self._per_token = cache, busy_ratio, experts_per_token
-        self._odds = _core.Odds(
-            cache.num_layers, cache.num_experts, list(curves), HALF_LIFE, LEAST_HEAT, _LEARNING_RATE
-        )
-        self._loading: dict[int, list[int]] = {}  # experts for which this step's guesses have started a load
+        self.odds = _core.Odds(
+            cache.num_layers, cache.num_experts, list(curves), HALF_LIFE, LEAST_HEAT, _LEARNING_RATE,
+            floor=_FIRST_FLOOR, rise=_RISE, fall=_FALL, early=_EARLY,
+        )  # fmt: skip
         self.wants_guesses = False
-        self._busy, self._floor = 0.0, _FIRST_FLOOR
+        self._busy = 0.0
         slots = sum(map(cache.capacity, range(cache.num_layers)))
         self._most_rows = most_rows(slots / cache.num_layers, experts_per_token)
         self._idle_steps = 0
@@ -74,45 +74,57 @@ class Lookahead:
     @property
     def threshold(self) -> float:
         """Odds below it are not worth a load. A right load saves a wait; a wrong one delays demand loads if there are any."""
-        busy = self._busy
-        return max(self._floor, busy / (1 + busy))
+        return self.odds.threshold(AT_START)
+
+    @property
+    def is_done(self) -> bool:
+        """Nothing is left to load."""
+        return self._cache.is_complete
+
+    def books(self) -> list[_core.LayerBook]:
+        """Of the cache that it loads into, one a layer."""
+        return [self._cache.book(layer) for layer in range(self._cache.num_layers)]
 
     def begin_step(self, num_rows: int) -> None:
         """A forward pass of so many rows starts."""
-        self._odds.forget()
-        self._loading.clear()
+        odds = self.odds
+        odds.forget()
         self.wants_guesses, self._counts = False, True
         if num_rows > self._most_rows:
             self._trial.skip_step()
             return
         self._busy += (self._busy_ratio() - self._busy) / 8
-        self._floor -= max(0.0, self._floor - _FIRST_FLOOR) * _FORGETTING
+        odds.bar = self._busy / (1 + self._busy)
+        odds.floor -= max(0.0, odds.floor - _FIRST_FLOOR) * _FORGETTING
         counters = self._cache.counters
         if self._trial.begin_step(counters.misses + counters.prefetch_hits):
             self._idle_steps += 1
             self.wants_guesses = self._idle_steps <= _PATIENCE or self._idle_steps % _NAP_STEPS == 0
         self._counts = self.wants_guesses  # where nobody asks, nothing more is spent
 
+    @property
+    def counts(self) -> bool:
+        """Whether anybody asks in this step: otherwise nothing is loaded ahead, and nothing learned."""
+        return self._counts
+
     def after_route(self, layer: int, needed: Sequence[int]) -> None:
         """What the layer really needs: loads that nobody asked for are stopped, and curves and floor follow."""
-        if not self._counts:  # nothing was loaded ahead in this step
-            return
-        self._cache.cancel_refuted(layer)
-        for expert in self._loading.pop(layer, ()):
-            self._floor = max(0.0, self._floor - _FALL) if expert in needed else min(1.0, self._floor + _RISE)
-        self._odds.learn(layer, needed)
+        if self._counts:
+            self._cache.cancel_refuted(layer)
+            self.odds.learn(layer, needed)
 
     def foresee(self, layer: int, distance: int, ranked: Sequence[int], margins: Sequence[float]) -> None:
         """A guess for one row: the router of ``layer`` would choose the first of these experts, best first; there may be more
         than it chooses. ``margins`` as Backend.rank."""
-        cache, per_token, threshold = self._cache, self._per_token, self.threshold
-        if distance == AHEAD:
-            threshold *= _EARLY / (1 + (_EARLY - 1) * threshold)
-        loads, num_dropped = self._odds.weigh(
-            layer, distance, ranked, margins, cache.is_here(layer), per_token, threshold
-        )
+        per_token = self._per_token
+        loads, num_dropped = self.odds.weigh(layer, distance, ranked, margins, self._cache.book(layer), per_token)
+        self.load(layer, loads, num_dropped, ranked[:per_token])
+
+    def load(self, layer: int, loads: Sequence[tuple[int, float]], num_dropped: int, named: Sequence[int]) -> None:
+        """What a guess was worth: experts and their odds; how many others were dropped; what it named first, which must stay."""
+        cache = self._cache
         cache.counters.prefetch_dropped += num_dropped
         for expert, odds in loads:
             self._idle_steps = 0
-            if cache.prefetch(layer, expert, cache.worth(layer, odds), keep=ranked[:per_token]):
-                self._loading.setdefault(layer, []).append(expert)
+            if cache.prefetch(layer, expert, cache.worth(layer, odds), keep=named):
+                self.odds.loaded(layer, expert)

@@ -14,18 +14,21 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import pairwise
-from typing import Any, Generic, NamedTuple, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, NamedTuple, Protocol, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
-from tidegate import _core
-from tidegate.backends.base import A, Backend, F32Array, Linear, Norm, Ranking
+from tidegate.backends.base import A, Backend, F32Array, Gate, Linear, Norm, Ranking
 from tidegate.backends.reference_math import choice_scores, ranked_margins
-from tidegate.experts.gates_file import Gate, next_gate, start_gate
+from tidegate.experts.gates_file import Gate as GateArrays
+from tidegate.experts.gates_file import next_gate, start_gate
 from tidegate.experts.lookahead import AHEAD, AT_START
 from tidegate.model_config import MoeConfig
 from tidegate.models.weights import MoeWeights
+
+if TYPE_CHECKING:
+    from tidegate import _core
 
 IdArray = NDArray[np.integer[Any]]
 Input_contra = TypeVar("Input_contra", contravariant=True)
@@ -50,28 +53,11 @@ class Guesser(Protocol[Input_contra]):
     def at_start(self, layer: int, x: Input_contra) -> Guess | None:
         """At MoE layer ``layer``. ``x`` [T, D]: the hidden state that its attention is about to read."""
 
-    def after_route(self, layer: int, x: Input_contra) -> Guess | None:
-        """At the MoE layer after ``layer``. ``x`` [T, D]: what the router of ``layer`` saw."""
+    def after_route(self, layer: int, x: Input_contra, said_E: F32Array | None) -> Guess | None:
+        """At the MoE layer after ``layer``. ``x`` [T, D]: what the router of ``layer`` saw, and ``said_E`` said of it."""
 
-
-class _Gate:
-    """``said_E``: the mean of its latest scores. The bias of ``linear`` follows what the router says beyond them: it starts as if
-    a few tokens had told it already, and the latest ones count most."""
-
-    def __init__(self, linear: Linear) -> None:
-        assert linear.bias is not None
-        self.linear, self._bias_E = linear, linear.bias
-        self.said_E = np.zeros(linear.n, np.float32)
-        self._told = _TOLD_BEFORE
-
-    def follow(self, said_E: F32Array, rows: int) -> None:
-        """What the router said, on average over so many rows, of which this gate has spoken last."""
-        share = max(_LEAST_SHARE, 1 / self._told)
-        self._told += rows
-        _core.follow(self._bias_E, said_E, self.said_E, share if rows == 1 else 1 - (1 - share) ** rows)
-
-
-_TOLD_BEFORE, _LEAST_SHARE = 4, 1 / 16
+    def sights(self, odds: _core.Odds, books: Sequence[_core.LayerBook]) -> Sequence[_core.Sight] | None:
+        """The same for steps of one token, weighed at once, one a layer; None where there is no such thing."""
 
 
 class Gates(Generic[A]):
@@ -80,49 +66,58 @@ class Gates(Generic[A]):
     def __init__(
         self, backend: Backend[A], layers: Sequence[MoeWeights], linears: Mapping[str, Linear], moe: MoeConfig
     ) -> None:
-        self._backend, self._layers, self._moe = backend, layers, moe
-        gates = {name: _Gate(linear) for name, linear in linears.items()}
-        self._start = [gates.get(start_gate(layer)) for layer in range(len(layers))]
-        self._next = [gates.get(next_gate(layer)) for layer in range(len(layers))]
-        self._has_rule, self._rows = has_rule(moe), 1
+        self._backend, self._layers, self._moe, self._has_rule = backend, layers, moe, has_rule(moe)
         self.width = min(2 * moe.num_experts_per_tok, moe.num_experts)
+
+        def gate(name: str, norm: Norm | None) -> Gate[A] | None:
+            linear = linears.get(name)
+            return None if linear is None else backend.make_gate(linear, norm, moe.num_experts_per_tok, self.width)
+
+        self._start = [gate(start_gate(layer), weights.norm) for layer, weights in enumerate(layers)]
+        self._next = [gate(next_gate(layer), None) for layer in range(len(layers))]
 
     def at_start(self, layer: int, x: A) -> Guess | None:
         gate = self._start[layer]
-        if gate is None:
-            return None
-        return Guess(layer, AT_START, *self._ranked(layer, x, self._layers[layer].norm, gate))
+        return None if gate is None else Guess(layer, AT_START, *self._ranked(layer, x, gate))
 
-    def after_route(self, layer: int, x: A) -> Guess | None:
-        said_E = self._layers[layer].router.said_E
-        for gate in (self._start[layer], self._next[layer - 1] if layer else None):
-            if gate is not None:
-                gate.follow(said_E, self._rows)
+    def after_route(self, layer: int, x: A, said_E: F32Array | None) -> Guess | None:
+        for gate in (self._start[layer], self._before(layer)):
+            if gate is not None and said_E is not None:
+                gate.follow(said_E)
         gate = self._next[layer]
-        return None if gate is None else Guess(layer + 1, AHEAD, *self._ranked(layer + 1, x, None, gate))
+        return None if gate is None else Guess(layer + 1, AHEAD, *self._ranked(layer + 1, x, gate))
 
-    def _ranked(self, layer: int, x: A, norm: Norm | None, gate: _Gate) -> Ranking:
-        moe, backend = self._moe, self._backend
+    def sights(self, odds: _core.Odds, books: Sequence[_core.LayerBook]) -> list[_core.Sight] | None:
+        """The same for steps of one token, weighed at once, one a layer; None where that is not to be had."""
+        if self._has_rule:
+            return None
+        found = []
+        for layer, of_both in enumerate(zip(books, [*books[1:], None], strict=True)):
+            gates = self._start[layer], self._before(layer), self._next[layer]
+            sight = self._backend.make_sight(odds, layer, gates, of_both)
+            if sight is None:
+                return None
+            found.append(sight)
+        return found
+
+    def _before(self, layer: int) -> Gate[A] | None:
+        return self._next[layer - 1] if layer else None
+
+    def _ranked(self, layer: int, x: A, gate: Gate[A]) -> Ranking:
         if not self._has_rule:
-            found = backend.guess(x, norm, gate.linear, moe.num_experts_per_tok, self.width, gate.said_E)
-            self._rows = len(found[0])
-            return found
-        mark = backend.mark()
-        scores = backend.numpy(backend.linear(x if norm is None else backend.norm(x, norm), gate.linear))
-        backend.release(mark)
-        gate.said_E[:], self._rows = scores.mean(axis=0), len(scores)
-        ranking = ranking_scores(scores, self._layers[layer].router.correction_E, moe)
-        return ranked_margins(ranking, moe.num_experts_per_tok, self.width)
+            return gate.guess(x)
+        ranking = ranking_scores(gate.scores(x), self._layers[layer].router.correction_E, self._moe)
+        return ranked_margins(ranking, self._moe.num_experts_per_tok, self.width)
 
 
-def own_gates(layers: Sequence[MoeWeights]) -> Iterator[tuple[str, Gate]]:
+def own_gates(layers: Sequence[MoeWeights]) -> Iterator[tuple[str, GateArrays]]:
     """The routers themselves, by name, one after the other. Embedded tokens alone say nothing to the first one."""
     for layer, (one, following) in enumerate(pairwise(layers)):
         yield next_gate(layer), own_gate(one.norm, following)
         yield start_gate(layer + 1), own_gate(following.norm, following)
 
 
-def own_gate(norm: Norm, target: MoeWeights) -> Gate:
+def own_gate(norm: Norm, target: MoeWeights) -> GateArrays:
     """The target's router as a function of a state that went through ``norm`` instead of the target's own."""
     router, weight_D = target.router, norm.weight
     small = np.abs(weight_D) < 1e-3 * np.abs(weight_D).max()
@@ -132,7 +127,7 @@ def own_gate(norm: Norm, target: MoeWeights) -> Gate:
         0 if router.bias_E is None else router.bias_E
     )
     matrix_ED = router.weight_ED if norm is target.norm else (router.weight_ED * ratio_D).astype(np.float32, copy=False)
-    return Gate(matrix_ED, bias_E.astype(np.float32))
+    return GateArrays(matrix_ED, bias_E.astype(np.float32))
 
 
 def has_rule(moe: MoeConfig) -> bool:

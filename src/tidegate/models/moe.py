@@ -17,19 +17,21 @@ T tokens of the step, D hidden, K experts per token.
 from __future__ import annotations
 
 import time
-from array import array
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import chain
-from typing import Any, Generic, Protocol
+from typing import TYPE_CHECKING, Any, Generic, Protocol
 
-from tidegate.backends.base import A, Backend, ExpertSlots, F32Array, I32Array
+from tidegate.backends.base import A, Backend, ExpertSlots, F32Array, I32Array, Routing
 from tidegate.experts.cache import ExpertCache
 from tidegate.experts.foreseer import Foreseer
 from tidegate.experts.lookahead import OWN_CURVES, Curve, Lookahead
 from tidegate.models.guesses import Guess, Guesser
 from tidegate.models.weights import MoeWeights
 from tidegate.quant.layout import ExpertLayout
+
+if TYPE_CHECKING:
+    from tidegate import _core
 
 Activation = tuple[str, float, float]  # name, alpha, limit of ModelConfig
 
@@ -69,6 +71,8 @@ class Experts:
     foreseer: Foreseer | None = None
     visit_ns: int = 0
     guess_ns: int = 0
+    sights: Sequence[_core.Sight] | None = field(default=None, init=False)  # of the step's token, if guesses are wanted
+    _seen: tuple[object, object, Sequence[_core.Sight] | None] = field(default=(None, None, None), init=False)
 
     def begin_rows(self, sequence_T: Sequence[int], token_T: Sequence[int]) -> None:
         """The rows of a step that starts: sequence ids and input token ids."""
@@ -80,11 +84,25 @@ class Experts:
     def begin_step(self, num_rows: int) -> None:
         """A forward pass of so many rows starts."""
         began_ns = time.perf_counter_ns()
-        if self.cache.is_complete:
-            self.lookahead = self.foreseer = None  # nothing is left to load
-        if self.lookahead is not None:
-            self.lookahead.begin_step(num_rows)
+        lookahead = self.lookahead
+        if lookahead is not None and lookahead.is_done:
+            lookahead = self.lookahead = None
+        if self.foreseer is not None and self.cache.is_complete:
+            self.foreseer = None
+        self.sights = None
+        if lookahead is not None:
+            lookahead.begin_step(num_rows)
+            if num_rows == 1 and lookahead.wants_guesses and self.trace is None:
+                self.sights = self._all_sights(lookahead)
         self.guess_ns += time.perf_counter_ns() - began_ns
+
+    def _all_sights(self, lookahead: Lookahead) -> Sequence[_core.Sight] | None:
+        """Made once for whoever looks and guesses."""
+        guesser = self.guesser
+        if self._seen[0] is not lookahead or self._seen[1] is not guesser:
+            found = None if guesser is None else guesser.sights(lookahead.odds, lookahead.books())
+            self._seen = lookahead, guesser, found
+        return self._seen[2]
 
     @property
     def asked(self) -> Guesser[Any] | None:
@@ -93,7 +111,7 @@ class Experts:
         wanted = (lookahead is not None and lookahead.wants_guesses) or (trace is not None and trace.wants_guesses)
         return self.guesser if wanted else None
 
-    def at_hand(self, layer: int) -> array[int] | None:
+    def at_hand(self, layer: int) -> _core.LayerBook | None:
         """``ExpertCache.at_hand``, if nobody wants to know what the router chooses."""
         if self.lookahead is None and self.foreseer is None and self.trace is None:
             return self.cache.at_hand(layer)
@@ -110,6 +128,12 @@ class Experts:
             for ranked, margins in zip(guess.experts_TG, guess.margins_TG, strict=True):
                 lookahead.foresee(guess.layer, guess.distance, ranked, margins)
 
+    def take(self, layer: int, found: _core.Found | None) -> None:
+        """What a sight has found of a layer."""
+        if found is not None:
+            assert self.lookahead is not None
+            self.lookahead.load(layer, *found)
+
 
 class MoeBlock(Generic[A]):
     """One MoE layer."""
@@ -123,10 +147,10 @@ class MoeBlock(Generic[A]):
         """[T, D] -> [T, D], to be added to x. Raises ReadFailed or CorruptFile if an expert cannot be read; the cache is
         consistent then."""
         backend, weights, experts = self._backend, self._weights, self._experts
-        slot_of_E = experts.at_hand(weights.layer)
-        if slot_of_E is not None:  # most likely everything is in memory
+        book = experts.at_hand(weights.layer)
+        if book is not None:  # most likely everything is in memory
             found = backend.moe_at_hand(
-                x, weights.norm, weights.router, self._layout, experts.slots, slot_of_E, self._activation
+                x, weights.norm, weights.router, self._layout, experts.slots, book, self._activation
             )
             if found is not None:
                 x, out, num_experts = found
@@ -144,7 +168,7 @@ class MoeBlock(Generic[A]):
         try:
             first = next(placements)  # the loads are on their way from here on
             placed_ns = time.perf_counter_ns()
-            self._look_ahead(x, routing.topk_expert_ids_TK, needed)
+            self._look_ahead(x, routing, needed)
             experts.visit_ns += placed_ns - began_ns
             experts.guess_ns += time.perf_counter_ns() - placed_ns
             shared = self._shared(x)
@@ -158,24 +182,33 @@ class MoeBlock(Generic[A]):
 
     def at_start(self, x: A) -> None:
         """``x`` [T, D]: the hidden state that the layer's attention is about to read. Loads may be on their way from here on."""
-        experts = self._experts
-        guesser = experts.asked
-        if guesser is not None:
-            began_ns = time.perf_counter_ns()
-            experts.tell(guesser.at_start(self._weights.layer, x))
-            experts.guess_ns += time.perf_counter_ns() - began_ns
+        experts, layer = self._experts, self._weights.layer
+        sights, guesser = experts.sights, experts.asked
+        if guesser is None:
+            return
+        began_ns = time.perf_counter_ns()
+        if sights is None:
+            experts.tell(guesser.at_start(layer, x))
+        else:
+            experts.take(layer, sights[layer].at_start(x))
+        experts.guess_ns += time.perf_counter_ns() - began_ns
 
-    def _look_ahead(self, x: A, topk_expert_ids_TK: I32Array, needed: list[int]) -> None:
+    def _look_ahead(self, x: A, routing: Routing[A], needed: list[int]) -> None:
         experts, backend, layer = self._experts, self._backend, self._weights.layer
+        if experts.sights is not None:
+            assert routing.said_E is not None
+            experts.cache.cancel_refuted(layer)
+            experts.take(layer + 1, experts.sights[layer].after_route(x, needed, routing.said_E))
+            return
         foreseer = experts.foreseer
         if foreseer is not None:
             sketch_TS = foreseer.sketch(backend.numpy(x)) if foreseer.wants_sketch else None
-            foreseer.after_route(layer, needed, topk_expert_ids_TK, sketch_TS)
+            foreseer.after_route(layer, needed, routing.topk_expert_ids_TK, sketch_TS)
         if experts.lookahead is not None:
             experts.lookahead.after_route(layer, needed)
         guesser = experts.asked
         if guesser is not None:
-            experts.tell(guesser.after_route(layer, x))
+            experts.tell(guesser.after_route(layer, x, routing.said_E))
 
     def _shared(self, x: A) -> A | None:
         weights = self._weights

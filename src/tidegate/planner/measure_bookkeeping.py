@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import asdict, dataclass
 from itertools import chain, islice, product
 from pathlib import Path
@@ -33,7 +33,6 @@ from tidegate.planner.costs import Bookkeeping, Cost, middle
 
 _ROUNDS, _TOKENS, _PASSES = 100, 160, 3
 _WORK_BYTES = 1 << 20
-_COUNT_EVERY = 8
 _TEXT = Path(bench.__file__).with_suffix(".txt")
 
 
@@ -109,10 +108,10 @@ class _Decoding:
         count = self._num_experts
         self._set_cache(count)
         return (
-            self._run(None),
-            self._run(_Weighing(self.num_layers, self.per_token, frozenset(), count, wants_guesses=False)),
-            self._run(_Weighing(self.num_layers, self.per_token, frozenset(range(count)), count)),
-            self._run(_Weighing(self.num_layers, self.per_token, frozenset(range(0, count, 2)), count)),
+            self._run(),
+            self._run(looking=True),
+            self._asking(range(count)),
+            self._asking(range(0, count, 2)),
             self._half(prefetch=False),
             self._half(prefetch=True),
         )
@@ -127,24 +126,29 @@ class _Decoding:
     def _half(self, *, prefetch: bool) -> _Run:
         self._set_cache(self._num_experts // 2)
         if prefetch:
-            self._experts.lookahead = _Counting(self._experts.cache, self.per_token, self._loader.busy_ratio)
-        return self._run(None)
+            self._experts.lookahead = Lookahead(self._experts.cache, self.per_token, self._loader.busy_ratio)
+        return self._run()
+
+    def _asking(self, here: Collection[int]) -> _Run:
+        self._experts.lookahead = _Asking(self.num_layers, self.per_token, here, self._num_experts)
+        run = self._run()
+        self._experts.lookahead = None
+        return run
 
     def _set_cache(self, slots: int) -> None:
         capacities, make_policy = [slots] * self.num_layers, policy_factory(DEFAULT_POLICY)
         self._experts.cache = ExpertCache(capacities, self._num_experts, make_policy, self._loader, share=True)
         self._experts.lookahead = None
 
-    def _run(self, weighing: _Weighing | None) -> _Run:
+    def _run(self, *, looking: bool = False) -> _Run:
         experts, lookahead = self._experts, self._experts.lookahead
         self._decode()
-        experts.trace = weighing
+        experts.trace = _Looking() if looking else None
         before = self._counts()
         self._decode()
         after = self._counts()
         experts.trace = None
-        counting = weighing or (lookahead if isinstance(lookahead, _Counting) else None)
-        missing = counting.missing / max(1, counting.guesses) if counting else 0.0
+        missing = lookahead.odds.num_missing / max(1, lookahead.odds.num_guesses) if lookahead else 0.0
         spent: list[Any] = [*(now - then for now, then in zip(after, before, strict=True)), missing]
         return _Run(*spent)
 
@@ -165,84 +169,52 @@ class _Decoding:
         )  # fmt: skip
 
 
-class _Weighing:
-    """A trace that keeps nothing: it asks the gates for their guesses and weighs them as if the experts ``here`` were in
-    memory."""
+class _Looking:
+    """A trace that keeps nothing."""
 
-    wants_hidden = False
-
-    def __init__(
-        self, num_layers: int, per_token: int, here: frozenset[int], num_experts: int, *, wants_guesses: bool = True
-    ) -> None:
-        self.wants_guesses = wants_guesses
-        cache = _Unmoved(num_layers, here, num_experts)
-        self._lookahead = Lookahead(cache, per_token, lambda: 0.0)  # type: ignore[arg-type]
-        self._num_layers, self._layer = num_layers, 0
-        self._here, self._named = here, list[Sequence[int]]()
-
-    @property
-    def guesses(self) -> int:
-        return len(self._named)
-
-    @property
-    def missing(self) -> int:
-        """Experts that were named and not in memory."""
-        return sum(expert not in self._here for named in self._named for expert in named)
+    wants_hidden = wants_guesses = False
 
     def record(self, topk_expert_ids_TK: I32Array, topk_weights_TK: F32Array, hidden_TD: F32Array | None) -> None:
         """A layer has chosen."""
-        if not self.wants_guesses:
-            return
-        if self._layer == 0:
-            self._lookahead.begin_step(len(topk_expert_ids_TK))
-        self._lookahead.after_route(self._layer, topk_expert_ids_TK[0].tolist())
-        self._layer = (self._layer + 1) % self._num_layers
 
     def record_guess(self, guess: Guess) -> None:
-        """As Experts.tell."""
-        for ranked, margins in zip(guess.experts_TG, guess.margins_TG, strict=True):
-            self._named.append(ranked)
-            self._lookahead.foresee(guess.layer, guess.distance, ranked, margins)
+        """Nobody wants it."""
+        raise AssertionError
+
+
+class _Asking(Lookahead):
+    """Asks in every step, and weighs guesses as if the experts ``here`` were in memory, and stayed so."""
+
+    def __init__(self, num_layers: int, per_token: int, here: Collection[int], num_experts: int) -> None:
+        super().__init__(_Unmoved(num_layers, here, num_experts), per_token, lambda: 0.0)  # type: ignore[arg-type]
+
+    def begin_step(self, num_rows: int) -> None:
+        self._idle_steps = 0
+        super().begin_step(num_rows)
 
 
 class _Unmoved:
     """A cache that has the experts ``here`` in every layer and gets no more."""
 
-    def __init__(self, num_layers: int, here: frozenset[int], num_experts: int) -> None:
-        self.num_layers, self.num_experts = num_layers, num_experts
-        self.counters = CacheCounters()
-        self._is_here = bytearray(expert in here for expert in range(num_experts))
+    is_complete = False
+
+    def __init__(self, num_layers: int, here: Collection[int], num_experts: int) -> None:
+        self.num_layers, self.num_experts, self._slots = num_layers, num_experts, len(here)
+        self.counters, self._book = CacheCounters(), _core.LayerBook(num_experts)
+        for slot, expert in enumerate(here):
+            self._book.insert(expert, slot, False)
 
     def capacity(self, layer: int) -> int:
-        return sum(self._is_here)
+        return self._slots
 
-    def is_here(self, layer: int) -> bytearray:
-        return self._is_here
+    def book(self, layer: int) -> _core.LayerBook:
+        return self._book
 
     def worth(self, layer: int, odds: float) -> float:
         return odds
 
     def prefetch(self, layer: int, expert: int, value: float, keep: Collection[int]) -> bool:
         return False
-
-    def cancel_refuted(self, layer: int) -> None:
-        pass
-
-
-class _Counting(Lookahead):
-    """Looks now and then how many of the named experts are not in memory."""
-
-    def __init__(self, cache: ExpertCache, per_token: int, busy_ratio: Callable[[], float]) -> None:
-        super().__init__(cache, per_token, busy_ratio)
-        self._resident, self._calls = cache.residents, 0
-        self.guesses = self.missing = 0
-
-    def foresee(self, layer: int, distance: int, ranked: Sequence[int], margins: Sequence[float]) -> None:
-        self._calls += 1
-        if self._calls % _COUNT_EVERY == 0:
-            self.guesses += 1
-            self.missing += len(set(ranked).difference(self._resident(layer)))
-        super().foresee(layer, distance, ranked, margins)
 
 
 class _Work:

@@ -82,9 +82,12 @@ class ForcedGuesses:
         """The same as a layer before; nothing of the first layer."""
         return self._guess(layer, AT_START) if layer else None
 
-    def after_route(self, layer: int, x: Any) -> Guess | None:
+    def after_route(self, layer: int, x: Any, said_E: Any) -> Guess | None:
         """Of the next layer."""
         return self._guess(layer + 1, AHEAD) if layer + 1 < len(self._named[0]) else None
+
+    def sights(self, odds: Any, books: Any) -> None:
+        """Nothing is native."""
 
     def _guess(self, layer: int, distance: int) -> Guess:
         return Guess(layer, distance, [self._named[self._step()][layer]], [[_FORCED_MARGIN] * self.width])
