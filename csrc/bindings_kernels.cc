@@ -41,11 +41,11 @@ PackedMatrix make_packed(const ConstBytes& data, const WeightFormat& format, std
 
 void bind_packed(nb::module_& m) {
   nb::class_<WeightFormat>(m, "WeightFormat", "The native twin of quant.formats.Format.")
-      .def("__init__", [](WeightFormat* self, const std::string& kind, int group, bool has_min) {
-        const auto format = WeightFormat::make(kind, group, has_min);
+      .def("__init__", [](WeightFormat* self, const std::string& kind, int group, bool has_min, bool two_level) {
+        const auto format = WeightFormat::make(kind, group, has_min, two_level);
         require(format.has_value(), "no such weight format");
         new (self) WeightFormat(*format);
-      }, "kind"_a, "group"_a, "has_min"_a)
+      }, "kind"_a, "group"_a, "has_min"_a, "two_level"_a)
       .def("packed_bytes", &WeightFormat::packed_bytes, "n"_a, "k"_a);
   nb::class_<PackedMatrix>(m, "PackedMatrix", "A packed weight [n, k] and its bias; keeps both arrays alive.")
       .def("__init__", [](PackedMatrix* self, const ConstBytes& data, const WeightFormat& format, std::int64_t n,
@@ -122,7 +122,8 @@ void bind_pack(nb::module_& m) {
   m.def("pack_codes", [](const ByteRows& codes, const U16Rows& scales, const std::optional<U16Rows>& mins,
                          const WeightFormat& format, const Bytes& out, int threads) {
     const std::int64_t n = length(codes.shape(0)), k = length(codes.shape(1));
-    require(format.is_integer() && format.has_min == mins.has_value(), "the format does not fit scales and minima");
+    require(format.is_integer() && !format.two_level && format.has_min == mins.has_value(),
+            "the format does not fit scales and minima");
     const auto fits = [&](const U16Rows& a) {
       return length(a.shape(0)) == n && length(a.shape(1)) == format.padded_k(k) / format.group;
     };

@@ -11,6 +11,9 @@ enum class Kind { f32, bf16, int8, int4, mxfp4 };
 constexpr int kPanelRows = 16;
 // The largest group of inputs that shares a scale.
 constexpr int kMaxGroup = 128;
+// Two-level scales: groups whose multipliers lie together, in one cache line in front of the groups' codes.
+constexpr int kMultiplierGroups = 4;
+constexpr int kMultiplierBytes = kMultiplierGroups * kPanelRows;
 
 constexpr std::int64_t align_up(std::int64_t value, std::int64_t alignment) {
   return (value + alignment - 1) / alignment * alignment;
@@ -20,9 +23,10 @@ struct WeightFormat {
   Kind kind = Kind::f32;
   int group = 0;  // 0 for f32 and bf16
   bool has_min = false;
+  bool two_level = false;  // int8 multipliers under one float32 scale a row
 
   // The format of those parts; nullopt if there is none.
-  static std::optional<WeightFormat> make(std::string_view kind, int group, bool has_min);
+  static std::optional<WeightFormat> make(std::string_view kind, int group, bool has_min, bool two_level = false);
 
   bool is_integer() const { return group > 0; }
   int k_multiple() const { return group > 0 ? group : kind == Kind::bf16 ? 2 : 1; }
@@ -30,11 +34,17 @@ struct WeightFormat {
   int code_bits() const { return kind == Kind::f32 ? 32 : kind == Kind::bf16 ? 16 : kind == Kind::int8 ? 8 : 4; }
   // What is subtracted from a code before scaling.
   int code_offset() const { return has_min ? 0 : kind == Kind::int8 ? 128 : kind == Kind::int4 ? 8 : 0; }
-  // Bytes in front of a group's codes: 16 float16 scales, then 16 minima.
-  int header_bytes() const { return group == 0 ? 0 : has_min ? 64 : 32; }
-  std::int64_t group_bytes() const { return header_bytes() + std::int64_t{kPanelRows} * group * code_bits() / 8; }
+  std::int64_t groups(std::int64_t k) const { return is_integer() ? padded_k(k) / group : 0; }
+  // Bytes right in front of a group's codes: 16 float16 scales, then 16 minima.
+  int header_bytes() const { return group == 0 || two_level ? 0 : has_min ? 64 : 32; }
+  // Lines of multipliers in a panel.
+  std::int64_t multiplier_lines(std::int64_t k) const {
+    return two_level ? (groups(k) + kMultiplierGroups - 1) / kMultiplierGroups : 0;
+  }
   std::int64_t panel_bytes(std::int64_t k) const {
-    return is_integer() ? padded_k(k) / group * group_bytes() : padded_k(k) * kPanelRows * code_bits() / 8;
+    const std::int64_t row_scale_bytes = two_level ? kPanelRows * sizeof(float) : 0;
+    return padded_k(k) * kPanelRows * code_bits() / 8 + groups(k) * header_bytes() + multiplier_lines(k) * kMultiplierBytes +
+           row_scale_bytes;
   }
   std::int64_t packed_bytes(std::int64_t n, std::int64_t k) const {
     return align_up(n, kPanelRows) / kPanelRows * panel_bytes(k);

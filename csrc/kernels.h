@@ -45,7 +45,8 @@ struct TileJob {
     const std::uint8_t* weights;
     float* out;  // out[token * out_stride + row]
     int rows;    // 1..16 rows are stored
-    // Where the weights that are wanted next begin; `prefetch_lines` cache lines are fetched with every group.
+    // Where the weights that are wanted next begin; `prefetch_lines` cache lines are fetched with every group, and
+    // one with every line of multipliers.
     const std::uint8_t* prefetch;
   } panels[2];
   std::int64_t out_stride;

@@ -28,8 +28,9 @@ void unpack(const std::uint8_t* packed, int count, std::uint8_t* codes) {
 }
 
 // One panel against a tile of kTokens tokens, or of job.tile.tokens if kTokens is 0: integer_tile's sums, bit for bit.
-template <Kind kKind, bool kMin, int kTokens>
+template <Kind kKind, Scaling kScaling, int kTokens>
 void matrix_panel(const TileJob& job, const TileJob::Panel& panel) {
+  constexpr bool kMin = kScaling == Scaling::scale_and_min, kTwoLevel = kScaling == Scaling::multiplier;
   constexpr int kMost = MatrixUnit::kTokens;
   const int tokens = kTokens > 0 ? kTokens : job.tile.tokens, count = std::min(job.group, MatrixUnit::kInputs);
   alignas(64) std::uint8_t codes[MatrixUnit::kInputs * kPanelRows];
@@ -40,10 +41,23 @@ void matrix_panel(const TileJob& job, const TileJob::Panel& panel) {
   const std::int8_t* x = job.tile.codes;
   const float* x_scales = job.tile.scales;
   const std::int32_t* x_sums = job.tile.sums;
-  for (std::int64_t groups = job.k / job.group; groups > 0; --groups, x_scales += tokens, x_sums += tokens) {
-    for (int lines = job.prefetch_lines; lines > 0; --lines, next += 64) __builtin_prefetch(next);
-    const __m512 scale = Avx512::load_half(w), low = kMin ? Avx512::load_half(w + 32) : scale;
-    w += kMin ? 64 : 32;
+  const std::uint8_t* multipliers = nullptr;
+  for (std::int64_t g = 0, groups = job.k / job.group; g < groups; ++g, x_scales += tokens, x_sums += tokens) {
+    const bool starts_block = kTwoLevel && g % kMultiplierGroups == 0;
+    for (int lines = job.prefetch_lines + starts_block; lines > 0; --lines, next += 64) __builtin_prefetch(next);
+    if (starts_block) {
+      multipliers = w;
+      w += kMultiplierBytes;
+    }
+    __m512 scale, low;
+    if constexpr (kTwoLevel) {
+      scale = low = Avx512::load_int8(multipliers);
+      multipliers += kPanelRows;
+    } else {
+      scale = Avx512::load_half(w);
+      low = kMin ? Avx512::load_half(w + 32) : scale;
+      w += kMin ? 64 : 32;
+    }
     MatrixUnit::clear_sums();
     for (int done = 0; done < job.group; done += count, x += count) {
       MatrixUnit::load_inputs(x, job.tile.row_bytes);
@@ -62,6 +76,10 @@ void matrix_panel(const TileJob& job, const TileJob::Panel& panel) {
       const __m512i products = _mm512_load_si512(sums + m * kPanelRows), x_sum = Avx512::set_int(x_sums[m]);
       const __m512 x_scale = Avx512::set(x_scales[m]);
       const __m512i total = kMin ? products : _mm512_add_epi32(products, x_sum);
+      if constexpr (kTwoLevel) {
+        acc[m] = Avx512::fma(Avx512::mul(Avx512::from_int(total), scale), x_scale, acc[m]);
+        return;
+      }
       acc[m] = Avx512::fma(Avx512::from_int(total), Avx512::mul(scale, x_scale), acc[m]);
       if (kMin) acc[m] = Avx512::fma(Avx512::mul(low, x_scale), Avx512::from_int(x_sum), acc[m]);
     };
@@ -70,27 +88,32 @@ void matrix_panel(const TileJob& job, const TileJob::Panel& panel) {
     else
       for (int m = 0; m < tokens; ++m) scale_token(m);
   }
-  for (int m = 0; m < tokens; ++m) Avx512::store_first(panel.out + m * job.out_stride, acc[m], panel.rows);
+  for (int m = 0; m < tokens; ++m) {
+    if (kTwoLevel) acc[m] = Avx512::mul(Avx512::load_bits(w), acc[m]);
+    Avx512::store_first(panel.out + m * job.out_stride, acc[m], panel.rows);
+  }
 }
 
-template <Kind kKind, bool kMin, int kPanels>
+template <Kind kKind, Scaling kScaling, int kPanels>
 void matrix_tile(const TileJob& job) {
   MatrixUnit::configure(job.tile.tokens, std::min(job.group, MatrixUnit::kInputs));
   for (int p = 0; p < kPanels; ++p) {
     if (job.tile.tokens == MatrixUnit::kTokens)
-      matrix_panel<kKind, kMin, MatrixUnit::kTokens>(job, job.panels[p]);
+      matrix_panel<kKind, kScaling, MatrixUnit::kTokens>(job, job.panels[p]);
     else
-      matrix_panel<kKind, kMin, 0>(job, job.panels[p]);
+      matrix_panel<kKind, kScaling, 0>(job, job.panels[p]);
   }
   MatrixUnit::release();
 }
 
 template <int kPanels>
 Kernels::TileFn matrix_tile_fn(const WeightFormat& format) {
-  if (format.kind == Kind::mxfp4) return matrix_tile<Kind::mxfp4, false, kPanels>;
+  constexpr Scaling kPlain = Scaling::scale, kMin = Scaling::scale_and_min;
+  if (format.kind == Kind::mxfp4) return matrix_tile<Kind::mxfp4, kPlain, kPanels>;
   if (format.kind == Kind::int8)
-    return format.has_min ? matrix_tile<Kind::int8, true, kPanels> : matrix_tile<Kind::int8, false, kPanels>;
-  return format.has_min ? matrix_tile<Kind::int4, true, kPanels> : matrix_tile<Kind::int4, false, kPanels>;
+    return format.has_min ? matrix_tile<Kind::int8, kMin, kPanels> : matrix_tile<Kind::int8, kPlain, kPanels>;
+  if (format.two_level) return matrix_tile<Kind::int4, Scaling::multiplier, kPanels>;
+  return format.has_min ? matrix_tile<Kind::int4, kMin, kPanels> : matrix_tile<Kind::int4, kPlain, kPanels>;
 }
 
 TileShape amx_shape(const WeightFormat& format) {

@@ -36,7 +36,7 @@ void add_bias(const TileJob::Panel& panel, std::int64_t stride, int tokens, cons
 
 PreparedRows::PreparedRows(Compute& compute, const WeightFormat& format, std::int64_t tokens, std::int64_t k,
                            TileShape shape)
-    : tokens_(tokens), padded_k_(format.padded_k(k)), groups_(format.is_integer() ? padded_k_ / format.group : 0),
+    : tokens_(tokens), padded_k_(format.padded_k(k)), groups_(format.groups(k)),
       shape_(shape) {
   if (format.is_integer()) {
     all_.codes = compute.workspace.array<std::int8_t>(tokens * padded_k_);
@@ -80,8 +80,9 @@ void PreparedRows::copy_row(const PreparedRows& source, std::int64_t from, std::
 Walk::Walk(const WeightFormat& format, std::int64_t k, std::int64_t tokens, std::int64_t passes)
     : panels(tokens <= kStreamTokens ? 1 : 2), is_stream(tokens <= kStreamTokens),
       share_bytes(align_up((format.panel_bytes(k) + passes - 1) / passes, 64)) {
-  const std::int64_t steps = format.is_integer() ? format.padded_k(k) / format.group : format.padded_k(k) / 2 + 1;
-  prefetch_lines = static_cast<int>((share_bytes / 64 + steps - 1) / steps);
+  const std::int64_t steps = format.is_integer() ? format.groups(k) : format.padded_k(k) / 2 + 1;
+  const std::int64_t lines = std::max<std::int64_t>(0, share_bytes / 64 - format.multiplier_lines(k));
+  prefetch_lines = static_cast<int>((lines + steps - 1) / steps);
 }
 
 void multiply(Compute& compute, const PreparedRows& rows, const PackedMatrix& weight, float* out, std::int64_t out_stride) {

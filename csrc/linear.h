@@ -49,7 +49,7 @@ struct Walk {
   const std::uint8_t* prefetch(const std::uint8_t* weights, const std::uint8_t* next, std::int64_t pass) const {
     return is_stream ? weights + kStreamBytes : next + pass * share_bytes;
   }
-  int prefetch_lines;  // with every group (f32, bf16: with every two inputs)
+  int prefetch_lines;  // with every group (f32, bf16: with every two inputs); kernels fetch one more for a line of multipliers
 
  private:
   static constexpr std::int64_t kStreamBytes = 4 << 10;

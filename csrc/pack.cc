@@ -21,6 +21,13 @@ QuantizeGroupFn quantize_group_fn(Isa isa) {
   return quantize_group_portable;
 }
 
+float row_scale(const float* w, std::int64_t k) {
+  float largest = 0;
+  for (std::int64_t i = 0; i < k; ++i) largest = std::max(largest, __builtin_fabsf(w[i]));
+  const float scale = largest / (8 * 127.0f);
+  return scale < 0x1p-100f ? 0.0f : scale;
+}
+
 namespace {
 
 // The codes of one group of a panel, before they are interleaved. Rows and inputs that are padding hold the offset.
@@ -33,16 +40,25 @@ struct GroupCodes {
     std::memset(header, 0, sizeof header);
   }
 
-  void write(const WeightFormat& format, std::uint8_t* out) const {
+  void write_multipliers(std::uint8_t* out) const {
+    for (int r = 0; r < kPanelRows; ++r) out[r] = static_cast<std::uint8_t>(header[r].multiplier);
+  }
+
+  // Returns what is behind the header.
+  std::uint8_t* write_header(const WeightFormat& format, std::uint8_t* out) const {
     for (int r = 0; r < kPanelRows; ++r) {
       std::memcpy(out + 2 * r, &header[r].scale, 2);
       if (format.has_min) std::memcpy(out + 32 + 2 * r, &header[r].min, 2);
     }
-    out += format.header_bytes();
+    return out + format.header_bytes();
+  }
+
+  // Returns what is behind the codes.
+  std::uint8_t* write_codes(const WeightFormat& format, std::uint8_t* out) const {
     if (format.kind == Kind::int8) {
       for (int i = 0; i < format.group; i += 4)
         for (int r = 0; r < kPanelRows; ++r, out += 4) std::memcpy(out, &code[r][i], 4);
-      return;
+      return out;
     }
     for (int i = 0; i < format.group; i += 8)
       for (int r = 0; r < kPanelRows; ++r, out += 4) {
@@ -52,6 +68,7 @@ struct GroupCodes {
         low |= high << 4;
         std::memcpy(out, &low, 4);
       }
+    return out;
   }
 };
 
@@ -70,14 +87,28 @@ void pack_float_panel(const float* w, int rows, std::int64_t k, const WeightForm
     }
 }
 
+// Everything but row scales, whose place it returns.
 template <class FillRow>
-void pack_integer_panel(int rows, std::int64_t k, const WeightFormat& format, std::uint8_t* out, FillRow&& fill_row) {
-  for (std::int64_t first = 0; first < k; first += format.group, out += format.group_bytes()) {
+std::uint8_t* pack_integer_panel(int rows, std::int64_t k, const WeightFormat& format, std::uint8_t* out, FillRow&& fill_row) {
+  std::uint8_t* multipliers = nullptr;
+  for (std::int64_t g = 0; g < format.groups(k); ++g) {
+    const std::int64_t first = g * format.group;
     const int count = static_cast<int>(std::min<std::int64_t>(format.group, k - first));
     GroupCodes group(format);
     for (int r = 0; r < rows; ++r) fill_row(group, r, first, count);
-    group.write(format, out);
+    if (format.two_level) {
+      if (g % kMultiplierGroups == 0) {
+        multipliers = out;
+        std::memset(out, 0, kMultiplierBytes);
+        out += kMultiplierBytes;
+      }
+      group.write_multipliers(multipliers + g % kMultiplierGroups * kPanelRows);
+    } else {
+      out = group.write_header(format, out);
+    }
+    out = group.write_codes(format, out);
   }
+  return out;
 }
 
 template <class PackPanel>
@@ -97,58 +128,82 @@ void pack(Pool& pool, const float* w, std::int64_t n, std::int64_t k, const Weig
     const float* const first_row = w + panel * kPanelRows * k;
     std::uint8_t* const target = out + panel * panel_bytes;
     if (!format.is_integer()) return pack_float_panel(first_row, rows, k, format, target);
-    pack_integer_panel(rows, k, format, target, [&](GroupCodes& group, int r, std::int64_t first, int count) {
-      group.header[r] = quantize(format, first_row + r * k + first, count, group.code[r]);
-    });
+    float row_scales[kPanelRows] = {};
+    for (int r = 0; r < rows && format.two_level; ++r) row_scales[r] = row_scale(first_row + r * k, k);
+    std::uint8_t* const end =
+        pack_integer_panel(rows, k, format, target, [&](GroupCodes& group, int r, std::int64_t first, int count) {
+          group.header[r] = quantize(format, first_row + r * k + first, count, row_scales[r], group.code[r]);
+        });
+    if (format.two_level) std::memcpy(end, row_scales, sizeof row_scales);
   });
 }
 
 void pack_codes(Pool& pool, const CodedMatrix& coded, std::int64_t n, std::int64_t k, const WeightFormat& format,
                 std::uint8_t* out) {
-  const std::int64_t panel_bytes = format.panel_bytes(k), groups = format.padded_k(k) / format.group;
+  const std::int64_t panel_bytes = format.panel_bytes(k), groups = format.groups(k);
   for_each_panel(pool, n, [&](std::int64_t panel, int rows) {
     pack_integer_panel(rows, k, format, out + panel * panel_bytes, [&](GroupCodes& group, int r, std::int64_t first, int count) {
       const std::int64_t row = panel * kPanelRows + r, at = row * groups + first / format.group;
       std::memcpy(group.code[r], coded.codes + row * k + first, static_cast<std::size_t>(count));
-      group.header[r] = {coded.scales[at], format.has_min ? coded.mins[at] : std::uint16_t{0}};
+      group.header[r] = {coded.scales[at], format.has_min ? coded.mins[at] : std::uint16_t{0}, 0};
     });
   });
 }
+
+namespace {
+
+void unpack_float_row(const PackedMatrix& packed, const std::uint8_t* panel, int r, float* out) {
+  for (std::int64_t i = 0; i < packed.k; ++i) {
+    std::uint16_t bits;
+    if (packed.format.kind == Kind::f32) {
+      std::memcpy(out + i, panel + (i * kPanelRows + r) * 4, 4);
+    } else {
+      std::memcpy(&bits, panel + (i / 2 * kPanelRows + r) * 4 + i % 2 * 2, 2);
+      out[i] = bf16_to_float(bits);
+    }
+  }
+}
+
+// Code i of a group less the format's offset; `codes` is where the row's first ones are.
+int signed_code(const WeightFormat& format, const std::uint8_t* codes, int i) {
+  if (format.kind == Kind::int8) return codes[i / 4 * 64 + i % 4] - format.code_offset();
+  const int byte = codes[i / 8 * 64 + i % 4], code = i % 8 < 4 ? byte & 15 : byte >> 4;
+  return format.kind == Kind::mxfp4 ? kMxfp4Values[code] : code - format.code_offset();
+}
+
+void unpack_two_level_row(const PackedMatrix& packed, const std::uint8_t* panel, int r, float* out) {
+  const WeightFormat& format = packed.format;
+  float row_scale;
+  std::memcpy(&row_scale, panel + packed.panel_bytes() - kPanelRows * sizeof(float) + 4 * r, 4);
+  const std::uint8_t* multipliers = panel;
+  for (std::int64_t g = 0; g < format.groups(packed.k); ++g, panel += kPanelRows * format.group / 2) {
+    const std::int64_t first = g * format.group, in_block = g % kMultiplierGroups;
+    if (in_block == 0) {
+      multipliers = panel;
+      panel += kMultiplierBytes;
+    }
+    const int multiplier = static_cast<std::int8_t>(multipliers[in_block * kPanelRows + r]);
+    for (int i = 0; i < format.group && first + i < packed.k; ++i)
+      out[first + i] = row_scale * static_cast<float>(multiplier * signed_code(format, panel + 4 * r, i));
+  }
+}
+
+}  // namespace
 
 void unpack_row(const PackedMatrix& packed, std::int64_t row, float* out) {
   const WeightFormat& format = packed.format;
   const std::uint8_t* at = packed.data + row / kPanelRows * packed.panel_bytes();
   const int r = static_cast<int>(row % kPanelRows);
-  if (!format.is_integer()) {
-    for (std::int64_t i = 0; i < packed.k; ++i) {
-      std::uint16_t bits;
-      if (format.kind == Kind::f32) {
-        std::memcpy(out + i, at + (i * kPanelRows + r) * 4, 4);
-      } else {
-        std::memcpy(&bits, at + (i / 2 * kPanelRows + r) * 4 + i % 2 * 2, 2);
-        out[i] = bf16_to_float(bits);
-      }
-    }
-    return;
-  }
-  const int offset = format.code_offset();
-  for (std::int64_t first = 0; first < packed.k; first += format.group, at += format.group_bytes()) {
-    GroupHeader header{};
-    std::memcpy(&header.scale, at + 2 * r, 2);
-    if (format.has_min) std::memcpy(&header.min, at + 32 + 2 * r, 2);
-    const float scale = half_to_float(header.scale), min = half_to_float(header.min);
-    const std::uint8_t* const codes = at + format.header_bytes() + 4 * r;
-    const int count = static_cast<int>(std::min<std::int64_t>(format.group, packed.k - first));
-    for (int i = 0; i < count; ++i) {
-      int code;
-      if (format.kind == Kind::int8) {
-        code = codes[i / 4 * 64 + i % 4];
-      } else {
-        const int byte = codes[i / 8 * 64 + i % 4];
-        code = i % 8 < 4 ? byte & 15 : byte >> 4;
-        if (format.kind == Kind::mxfp4) code = kMxfp4Values[code];
-      }
-      const float value = static_cast<float>(code - offset) * scale;
+  if (!format.is_integer()) return unpack_float_row(packed, at, r, out);
+  if (format.two_level) return unpack_two_level_row(packed, at, r, out);
+  const std::int64_t group_bytes = format.header_bytes() + std::int64_t{kPanelRows} * format.group * format.code_bits() / 8;
+  for (std::int64_t first = 0; first < packed.k; first += format.group, at += group_bytes) {
+    std::uint16_t scale_bits, min_bits = 0;
+    std::memcpy(&scale_bits, at + 2 * r, 2);
+    if (format.has_min) std::memcpy(&min_bits, at + 32 + 2 * r, 2);
+    const float scale = half_to_float(scale_bits), min = half_to_float(min_bits);
+    for (int i = 0; i < format.group && first + i < packed.k; ++i) {
+      const float value = static_cast<float>(signed_code(format, at + format.header_bytes() + 4 * r, i)) * scale;
       out[first + i] = format.has_min ? value + min : value;
     }
   }

@@ -7,13 +7,18 @@
 
 namespace tidegate {
 
-// float16 bits.
+// float16 bits; or, of two-level scales, the multiplier alone.
 struct GroupHeader {
   std::uint16_t scale, min;
+  std::int8_t multiplier;
 };
 
-// Codes of w[0..count), 1 <= count <= format.group.
-using QuantizeGroupFn = GroupHeader (*)(const WeightFormat& format, const float* w, int count, std::uint8_t* codes);
+// Codes of w[0..count), 1 <= count <= format.group. Two-level scales need what row_scale gives of the whole row.
+using QuantizeGroupFn = GroupHeader (*)(const WeightFormat& format, const float* w, int count, float row_scale,
+                                        std::uint8_t* codes);
+
+// The scale under which the largest of k weights has the multiplier 127; 0 for rows of almost nothing.
+float row_scale(const float* w, std::int64_t k);
 
 QuantizeGroupFn quantize_group_fn(Isa isa);
 

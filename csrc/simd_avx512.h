@@ -20,6 +20,9 @@ struct Avx512 {
   static F load_half(const std::uint8_t* p) {
     return _mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)));
   }
+  static F load_int8(const std::uint8_t* p) {
+    return _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p))));
+  }
   static F load_bits(const std::uint8_t* p) { return _mm512_castsi512_ps(_mm512_loadu_si512(p)); }
   static void store(float* p, F x) { _mm512_storeu_ps(p, x); }
   static void store_first(float* p, F x, int count) {

@@ -28,6 +28,9 @@ struct Portable {
     std::memcpy(bits, p, sizeof bits);
     return map<F>([&](int i) { return half_to_float(bits[i]); });
   }
+  static F load_int8(const std::uint8_t* p) {
+    return map<F>([&](int i) { return static_cast<float>(static_cast<std::int8_t>(p[i])); });
+  }
   static F load_bits(const std::uint8_t* p) {
     F out;
     std::memcpy(out.v, p, sizeof out.v);

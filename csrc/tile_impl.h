@@ -6,6 +6,8 @@
 
 namespace tidegate {
 
+// What stands beside a group's codes.
+enum class Scaling { scale, scale_and_min, multiplier };
 
 // Loops over panels and tokens must be unrolled, or the arrays they index stay in memory. Without vector registers
 // (kernels_portable.cc) they are there anyway.
@@ -21,8 +23,9 @@ void prefetch(const std::uint8_t* (&next)[kPanels], int lines) {
 }
 
 // int8, int4, mxfp4. A group is walked in chunks of kChunk inputs: 16 for groups of 16, otherwise 32.
-template <class S, Kind kKind, bool kMin, int kChunk, int kTokens, int kPanels>
+template <class S, Kind kKind, Scaling kScaling, int kChunk, int kTokens, int kPanels>
 void integer_tile(const TileJob& job) {
+  constexpr bool kMin = kScaling == Scaling::scale_and_min, kTwoLevel = kScaling == Scaling::multiplier;
   using F = typename S::F;
   using Codes = typename S::Codes;
   constexpr int kStepInputs = kKind == Kind::int8 ? 4 : 8;
@@ -38,15 +41,24 @@ void integer_tile(const TileJob& job) {
   const float* x_scales = job.tile.scales;
   const std::int32_t* x_sums = job.tile.sums;
   const int chunks = job.group / kChunk;
-  for (std::int64_t groups = job.k / job.group; groups > 0; --groups) {
+  const std::uint8_t* header[kPanels];
+  const std::uint8_t* multipliers[kPanels];
+  for (std::int64_t g = 0, groups = job.k / job.group; g < groups; ++g) {
     typename S::template Dot<kKind, kMin> dot[kPanels][kTokens];
     prefetch(next, job.prefetch_lines);
     TIDEGATE_UNROLL for (int p = 0; p < kPanels; ++p)
       TIDEGATE_UNROLL for (int m = 0; m < kTokens; ++m) dot[p][m].start(x_sums[m]);
-    const std::uint8_t* header[kPanels];
+    if (kTwoLevel && g % kMultiplierGroups == 0) {
+      prefetch(next, 1);
+      TIDEGATE_UNROLL for (int p = 0; p < kPanels; ++p) {
+        multipliers[p] = w[p];
+        w[p] += kMultiplierBytes;
+      }
+    }
     TIDEGATE_UNROLL for (int p = 0; p < kPanels; ++p) {
-      header[p] = w[p];
-      w[p] += kMin ? 64 : 32;
+      const std::uint8_t*& from = kTwoLevel ? multipliers[p] : w[p];
+      header[p] = from;
+      from += kTwoLevel ? kPanelRows : kMin ? 64 : 32;
     }
     int chunk = 0;
     do {
@@ -72,6 +84,12 @@ void integer_tile(const TileJob& job) {
         TIDEGATE_UNROLL for (int m = 0; m < kTokens; ++m) dot[p][m].end_chunk();
     } while (++chunk < chunks);
     TIDEGATE_UNROLL for (int p = 0; p < kPanels; ++p) {
+      if constexpr (kTwoLevel) {
+        const F multiplier = S::load_int8(header[p]);
+        TIDEGATE_UNROLL for (int m = 0; m < kTokens; ++m)
+          acc[p][m] = S::fma(S::mul(S::from_int(dot[p][m].total()), multiplier), S::set(x_scales[m]), acc[p][m]);
+        continue;
+      }
       const F scale = S::load_half(header[p]);
       const F low = kMin ? S::load_half(header[p] + 32) : scale;
       TIDEGATE_UNROLL for (int m = 0; m < kTokens; ++m) {
@@ -84,7 +102,10 @@ void integer_tile(const TileJob& job) {
     x_sums += kTokens;
   }
   TIDEGATE_UNROLL for (int p = 0; p < kPanels; ++p)
-    TIDEGATE_UNROLL for (int m = 0; m < kTokens; ++m) S::store_first(job.panels[p].out + m * job.out_stride, acc[p][m], job.panels[p].rows);
+    TIDEGATE_UNROLL for (int m = 0; m < kTokens; ++m) {
+      if (kTwoLevel) acc[p][m] = S::mul(S::load_bits(w[p]), acc[p][m]);
+      S::store_first(job.panels[p].out + m * job.out_stride, acc[p][m], job.panels[p].rows);
+    }
 }
 
 // f32 and bf16: one sum of even and one of odd inputs, so that a single token has two chains of dependent additions.
@@ -138,18 +159,20 @@ template <class S, int kTokens, int kPanels>
 Kernels::TileFn tile_fn_of(const WeightFormat& format) {
   constexpr int T = kTokens, P = kPanels;
   constexpr Kind i8 = Kind::int8, i4 = Kind::int4;
+  constexpr Scaling kPlain = Scaling::scale, kMin = Scaling::scale_and_min;
   const bool small = format.group == 16;
   switch (format.kind) {
     case Kind::f32: return float_tile<S, Kind::f32, T, P>;
     case Kind::bf16: return float_tile<S, Kind::bf16, T, P>;
-    case Kind::mxfp4: return integer_tile<S, Kind::mxfp4, false, 32, T, P>;
+    case Kind::mxfp4: return integer_tile<S, Kind::mxfp4, kPlain, 32, T, P>;
     case Kind::int8:
-      if (format.has_min) return small ? integer_tile<S, i8, true, 16, T, P> : integer_tile<S, i8, true, 32, T, P>;
-      return small ? integer_tile<S, i8, false, 16, T, P> : integer_tile<S, i8, false, 32, T, P>;
+      if (format.has_min) return small ? integer_tile<S, i8, kMin, 16, T, P> : integer_tile<S, i8, kMin, 32, T, P>;
+      return small ? integer_tile<S, i8, kPlain, 16, T, P> : integer_tile<S, i8, kPlain, 32, T, P>;
     case Kind::int4: break;
   }
-  if (format.has_min) return small ? integer_tile<S, i4, true, 16, T, P> : integer_tile<S, i4, true, 32, T, P>;
-  return small ? integer_tile<S, i4, false, 16, T, P> : integer_tile<S, i4, false, 32, T, P>;
+  if (format.two_level) return integer_tile<S, i4, Scaling::multiplier, 32, T, P>;
+  if (format.has_min) return small ? integer_tile<S, i4, kMin, 16, T, P> : integer_tile<S, i4, kMin, 32, T, P>;
+  return small ? integer_tile<S, i4, kPlain, 16, T, P> : integer_tile<S, i4, kPlain, 32, T, P>;
 }
 
 template <class S, int kTokens = 1>

@@ -16,7 +16,7 @@ from tidegate.quant.formats import Format
 from tidegate.quant.pack import pack
 
 ISAS = _core.available_isas()
-FORMATS = ["f32", "bf16", "int8-g32", "int4-g32", "int8-g16-min"]
+FORMATS = ["f32", "bf16", "int8-g32", "int4-g32", "int4-g32-m8", "int8-g16-min"]
 
 
 def normal(generator, *shape):

@@ -20,7 +20,8 @@ from tidegate.quant import native, pack
 from tidegate.quant.formats import GROUPS, Format
 
 INTEGER = [Format(kind, g, low) for kind in ("int8", "int4") for g in GROUPS for low in (False, True)]
-FORMATS = [Format("f32"), Format("bf16"), Format("mxfp4", 32), *INTEGER]
+TWO_LEVEL = [Format("int4", g, two_level=True) for g in GROUPS if g > 16]
+FORMATS = [Format("f32"), Format("bf16"), Format("mxfp4", 32), *INTEGER, *TWO_LEVEL]
 SILU = ("silu", 0.0, 0.0)
 
 
@@ -90,14 +91,16 @@ def test_a_token_does_not_see_its_batch(shape, fmt, seed):
         np.testing.assert_array_equal(together[t], alone[0])
 
 
-@pytest.mark.parametrize("fmt", INTEGER, ids=str)
+@pytest.mark.parametrize("fmt", INTEGER + TWO_LEVEL, ids=str)
 def test_extreme_codes_and_inputs(fmt):
     """The largest integer sums there can be, and inputs of zero, tiny and huge size."""
     n, k = 16, 2 * fmt.group
     codes = np.zeros((n, k), np.uint8)
     codes[::2] = 255 if fmt.kind == "int8" else 15
     ones = np.ones((n, 2), np.float16)
-    packed = pack.pack_codes(codes, ones, ones if fmt.has_min else None, fmt)
+    scales = np.full((n, 2), -127, np.int8) if fmt.two_level else ones
+    more = np.ones((n, 1), np.float32) if fmt.two_level else ones if fmt.has_min else None
+    packed = pack.pack_codes(codes, scales, more, fmt)
     weight = Linear("w", packed, fmt, n, k)
     x = np.ones((6, k), np.float32)
     x[1] = -1
@@ -124,7 +127,7 @@ def test_packing_makes_the_twins_bytes(shape, fmt, seed):
     packed = native.pack(w, fmt, threads)
     np.testing.assert_array_equal(packed, wanted)
     np.testing.assert_array_equal(native.unpack(packed, fmt, n, k, threads), pack.unpack(wanted, fmt, n, k))
-    if fmt.is_integer:
+    if fmt.is_integer and not fmt.two_level:
         np.testing.assert_array_equal(native.pack_codes(*pack.quantize(w, fmt), fmt, threads), wanted)
 
 

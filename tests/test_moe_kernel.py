@@ -28,7 +28,8 @@ from tidegate.units import align_up
 
 SILU = ("silu", 0.0, 0.0)
 ACTIVATIONS = [SILU, ("gelu_tanh", 0.0, 0.0), ("clamped_swiglu", 1.702, 7.0)]
-FORMATS = [Format.parse(t) for t in ("f32", "bf16", "int8-g32", "int4-g32", "int4-g16-min", "mxfp4-g32", "int4-g128")]
+NAMES = ["f32", "bf16", "int8-g32", "int4-g32", "int4-g16-min", "int4-g128", "int4-g32-m8", "int4-g64-m8", "mxfp4-g32"]
+FORMATS = [Format.parse(name) for name in NAMES]
 
 
 class MemorySlots(ExpertSlots):
@@ -101,7 +102,7 @@ def moe(ops, case, placements=None, slots=None, activation=SILU, rows=slice(None
     st.tuples(st.integers(1, 70), st.integers(1, 90)),
     st.tuples(st.integers(1, 9), st.integers(1, 4)),
     st.sampled_from(FORMATS),
-    st.sampled_from([None, Format.parse("int8-g64"), Format.parse("bf16")]),
+    st.sampled_from([None, *map(Format.parse, ("int8-g64", "int4-g128-m8", "bf16"))]),
     st.booleans(),
     st.sampled_from(ACTIVATIONS),
 )

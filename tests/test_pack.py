@@ -5,12 +5,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tidegate.errors import UsageError
 from tidegate.quant import pack as tw
 from tidegate.quant.formats import GROUPS, MXFP4_VALUES, Format
 
 INTEGER_FORMATS = [
     *(Format(kind, group, has_min) for kind in ("int4", "int8") for group in GROUPS for has_min in (False, True)),
     Format("mxfp4", 32),
+    *(Format("int4", group, two_level=True) for group in GROUPS if group > 16),
 ]
 ALL_FORMATS = [Format("f32"), Format("bf16"), *INTEGER_FORMATS]
 shapes = st.tuples(st.integers(1, 40), st.integers(1, 200))
@@ -29,6 +31,8 @@ def test_codes_survive_packing(fmt, shape, seed):
     codes = rng.integers(0, 256 if fmt.kind == "int8" else 16, (n, k), np.uint8)
     scales = rng.standard_normal((n, groups)).astype(np.float16)
     mins = rng.standard_normal((n, groups)).astype(np.float16) if fmt.has_min else None
+    if fmt.two_level:
+        scales, mins = rng.integers(-127, 128, (n, groups), np.int8), rng.standard_normal((n, 1)).astype(np.float32)
     packed = tw.pack_codes(codes, scales, mins, fmt)
     assert packed.dtype == np.uint8 and packed.size == fmt.packed_bytes(n, k)
     codes2, scales2, mins2 = tw.unpack_codes(packed, fmt, n, k)
@@ -56,6 +60,8 @@ def test_unpack_is_what_quantize_says_and_within_half_a_step(fmt, shape, seed):
     allowed = {"int8": 0.51, "int4": 0.51 if fmt.has_min else 1.01, "mxfp4": 4.01}[fmt.kind]
     if fmt.has_min:
         allowed += 0.1  # the minimum's own rounding
+    if fmt.two_level:  # steps are 1/127 of the row's largest apart, and may be chosen 0.85 times as large: 8 / 0.85 - 7
+        step, allowed = (step + 0.5) * mins, 2.42
     assert (np.abs(back - w) <= allowed * step + 2e-3 * np.abs(w).max()).all()
 
 
@@ -64,7 +70,8 @@ def test_requantizing_is_stable(fmt):
     w = random_matrix(33, 130, 7)
     once = tw.unpack(tw.pack(w, fmt), fmt, 33, 130)
     twice = tw.unpack(tw.pack(once, fmt), fmt, 33, 130)
-    tolerance = 0 if not fmt.has_min else 2e-3
+    # Where a row's largest weight was clipped, its scale, and with it all steps, become others.
+    tolerance = 1e-2 if fmt.two_level else 2e-3 if fmt.has_min else 0
     np.testing.assert_allclose(twice, once, atol=tolerance * np.abs(w).max())
 
 
@@ -82,6 +89,47 @@ def test_documented_positions_of_int4():
             byte = block[32 + (j * 16 + r) * 4 + b]
             assert byte & 15 == codes[r, 32 * g + 8 * j + b]
             assert byte >> 4 == codes[r, 32 * g + 8 * j + 4 + b]
+
+
+def test_documented_positions_of_two_level_scales():
+    """Four groups' multipliers, their codes, the next four groups; row scales last."""
+    fmt = Format("int4", 64, two_level=True)
+    rng = np.random.default_rng(0)
+    codes, multipliers = rng.integers(0, 16, (32, 384), np.uint8), rng.integers(-127, 128, (32, 6), np.int8)
+    row_scales = rng.standard_normal((32, 1)).astype(np.float32)
+    packed = tw.pack_codes(codes, multipliers, row_scales, fmt).reshape(2, -1)
+    code_bytes = 16 * 32
+    assert packed.shape[1] == 2 * 64 + 6 * code_bytes + 64
+    for p in range(2):
+        rows = slice(16 * p, 16 * p + 16)
+        np.testing.assert_array_equal(packed[p, :64].view(np.int8).reshape(4, 16), multipliers[rows, :4].T)
+        second = packed[p, 64 + 4 * code_bytes :]
+        np.testing.assert_array_equal(second[:64].view(np.int8).reshape(4, 16)[:2], multipliers[rows, 4:].T)
+        assert not second[32:64].any()
+        np.testing.assert_array_equal(packed[p, -64:].view(np.float32), row_scales[rows, 0])
+        for g, j, r, b in [(0, 0, 0, 0), (3, 7, 15, 3), (4, 2, 5, 1), (5, 6, 9, 2)]:
+            byte = packed[p, 64 * (1 + g // 4) + g * code_bytes + (j * 16 + r) * 4 + b]
+            assert byte & 15 == codes[16 * p + r, 64 * g + 8 * j + b]
+            assert byte >> 4 == codes[16 * p + r, 64 * g + 8 * j + 4 + b]
+
+
+@pytest.mark.parametrize("group", [32, 64, 128])
+def test_two_level_scales_lose_less_than_float16_scales(group):
+    w = random_matrix(64, 1024, 11)
+
+    def loss(fmt):
+        return np.linalg.norm(tw.unpack(tw.pack(w, fmt), fmt, *w.shape) - w) / np.linalg.norm(w)
+
+    assert loss(Format("int4", group, two_level=True)) < 0.98 * loss(Format("int4", group))
+
+
+@pytest.mark.parametrize(
+    "name", ["int4-g16-m8", "int4-g32-min-m8", "int8-g32-m8", "mxfp4-g32-m8", "bf16-m8", "int4-m8"]
+)
+def test_there_are_no_other_two_level_formats(name):
+    with pytest.raises(UsageError, match="no such weight format"):
+        Format.parse(name)
+    assert Format.parse("int4-g128-m8") == Format("int4", 128, two_level=True)
 
 
 def test_documented_positions_of_int8_with_minima_bf16_f32():

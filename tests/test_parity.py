@@ -79,7 +79,7 @@ def test_the_other_norm_topk_prob_contract_gives_other_logits(name, tmp_path):
 
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize(
-    "experts", [Format("f32"), Format("int4", 32), Format("int8", 32), Format("int4", 32, True)], ids=str
+    "experts", [Format.parse(name) for name in ("f32", "int4-g32", "int8-g32", "int4-g32-min", "int4-g32-m8")], ids=str
 )
 @pytest.mark.parametrize("name", ["qwen2_moe", "deepseek_v2", "gpt_oss", "phimoe"])
 def test_chunks_batches_and_slots_change_no_bit(name, experts, backend):

@@ -24,7 +24,7 @@ __all__ = ["fixed_process"]
 PROMPT = [int(i) for i in np.random.default_rng(4).integers(0, 250, 45)]
 ANSWER = 12
 STORES = {
-    "qwen3_moe": (qwen_config(), "int4-g32", "int8-g32"),
+    "qwen3_moe": (qwen_config(), "int4-g32-m8", "int8-g32"),
     "deepseek_v2": (deepseek_config(), "int8-g32", "bf16"),
 }
 

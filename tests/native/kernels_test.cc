@@ -40,6 +40,7 @@ std::vector<WeightFormat> formats() {
   for (const char* kind : {"int8", "int4"})
     for (int group : {16, 32, 64, 128})
       for (bool has_min : {false, true}) out.push_back(*WeightFormat::make(kind, group, has_min));
+  for (int group : {32, 64, 128}) out.push_back(*WeightFormat::make("int4", group, false, true));
   return out;
 }
 

@@ -21,19 +21,21 @@ F64Array = NDArray[np.float64]
 
 
 class PackedMatrix:
-    """A packed weight [n, k], unpacked once: float64 values, or integer codes with their scales and minima."""
+    """A packed weight [n, k], unpacked once: float64 values, or integer codes with their scales and minima or row scales."""
 
     def __init__(self, packed: ByteArray, fmt: Format, n: int, k: int) -> None:
         self.fmt, self.n, self.k = fmt, n, k
         if not fmt.is_integer:
             self.values_NK: F64Array = unpack(packed, fmt, n, k).astype(np.float64)
             return
-        codes, scales_NG, mins_NG = unpack_codes(packed, fmt, n, k)
+        codes, scales_NG, more = unpack_codes(packed, fmt, n, k)
         table = np.array(MXFP4_VALUES) if fmt.kind == "mxfp4" else np.arange(256) - fmt.code_offset
         groups = scales_NG.shape[1]
         self.codes_GNg = _to_groups(table[codes], fmt.group).transpose(1, 0, 2)
         self.scales_GN: F32Array = scales_NG.T.astype(np.float32)
-        self.mins_GN: F32Array | None = None if mins_NG is None else mins_NG.T.astype(np.float32)
+        more_GN = None if more is None else more.T.astype(np.float32)
+        self.mins_GN: F32Array | None = more_GN if fmt.has_min else None
+        self.row_scales_N: F32Array | None = more_GN[0] if more_GN is not None and fmt.two_level else None
         assert self.codes_GNg.shape == (groups, n, fmt.group)
 
     def product(self, x_TK: F32Array, rows: slice = slice(None)) -> F32Array:
@@ -57,11 +59,14 @@ class PackedMatrix:
         acc = np.zeros((len(x_TK), len(self.codes_GNg[0, rows])), np.float32)
         for g in range(len(self.codes_GNg)):
             dot_TN = x_codes_TGg[:, g] @ self.codes_GNg[g, rows].T
+            if self.row_scales_N is not None:
+                acc = _fma(dot_TN * self.scales_GN[g, rows], x_scales_TG[:, g, None], acc)
+                continue
             acc = _fma(dot_TN, self.scales_GN[g, rows] * x_scales_TG[:, g, None], acc)
             if self.mins_GN is not None:
                 sums_T1 = x_codes_TGg[:, g].sum(axis=1, keepdims=True)
                 acc = _fma(sums_T1, self.mins_GN[g, rows] * x_scales_TG[:, g, None], acc)
-        return acc
+        return acc if self.row_scales_N is None else acc * self.row_scales_N[rows]
 
 
 def quantize_activations(x_TK: F32Array, group: int) -> tuple[NDArray[np.int64], F32Array]:

@@ -51,8 +51,7 @@ def blob_parts(layout: ExpertLayout) -> dict[str, int]:
     for fmt, n, k, count in ((layout.fmt, f, d, 2), (layout.down_fmt, d, f, 1)):
         bits = {"f32": 32, "bf16": 16, "int8": 8}.get(fmt.kind, 4)
         codes += count * (n * k * bits // 8)
-        if fmt.group:
-            scales += count * n * -(-k // fmt.group) * (4 if fmt.has_min else 2)
+        scales += count * n * fmt.scale_bytes(k)
     biases = 4 * (2 * f + d) if layout.has_bias else 0
     return {
         "codes": codes, "scales": scales, "biases": biases, "padding": layout.blob_bytes - codes - scales - biases,

@@ -14,11 +14,18 @@ integers    panel = [K/G] groups, each group = 16 float16 scales, then 16 float1
   with ``has_min`` the offset is 0: code = round((w - min)/scale), w = scale * code + min, so that GGUF's scale-and-minimum
   blocks (Q4_1, Q5_1, Q2_K, Q4_K, Q5_K) keep both numbers as they are (``code_offset``)
 
-``group`` G is 16, 32, 64 or 128 for int8 and int4, 32 for mxfp4. Activations meet integer weights as int8 with one
-float32 scale per token and group of G inputs: scale = max|x|/127, code = round-half-even(x / scale), and
+``int4`` with two-level scales (``-m8``) has one float32 scale a row and an int8 multiplier, -127 to 127, a group:
+    panel = blocks of MULTIPLIER_GROUPS groups, each block = [MULTIPLIER_GROUPS][16] multipliers (64 bytes), then the groups'
+    codes as above; then 16 float32 row scales. A last block may have fewer groups: the multipliers of those it lacks are 0,
+    their codes are not there. Every vector of codes starts at a multiple of 64 bytes.  w = row_scale * (multiplier * (code - 8))
+
+``group`` G is 16, 32, 64 or 128 for int8 and int4, not 16 for ``-m8``, 32 for mxfp4. Activations meet integer weights as int8
+with one float32 scale per token and group of G inputs: scale = max|x|/127, code = round-half-even(x / scale), and
     per group, in order: acc = fma(int_dot, w_scale * x_scale, acc); with has_min then acc = fma(w_min * x_scale, x_code_sum, acc)
+    two levels: acc = fma(multiplier * int_dot, x_scale, acc), and after the last group acc = row_scale * acc
 where int_dot = sum((code - code_offset) * x_code) and x_code_sum = sum(x_code),
-which every kernel reproduces bit for bit (integer sums are exact; one fixed order of float operations).
+which every kernel reproduces bit for bit (integer sums are exact; one fixed order of float operations). multiplier * int_dot
+is below 2^24, so it is exact whether it is taken in integers or in floats.
 """
 
 from __future__ import annotations
@@ -33,6 +40,7 @@ from tidegate.units import align_up
 Kind = Literal["f32", "bf16", "int8", "int4", "mxfp4"]
 KINDS: tuple[Kind, ...] = ("f32", "bf16", "int8", "int4", "mxfp4")
 GROUPS = (16, 32, 64, 128)
+MULTIPLIER_GROUPS = 4
 PANEL_ROWS = 16
 MXFP4_VALUES = (0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12)
 _CODE_BITS = {"f32": 32, "bf16": 16, "int8": 8, "int4": 4, "mxfp4": 4}
@@ -40,11 +48,12 @@ _CODE_BITS = {"f32": 32, "bf16": 16, "int8": 8, "int4": 4, "mxfp4": 4}
 
 @dataclass(frozen=True)
 class Format:
-    """One packed format. ``group`` is 0 and ``has_min`` False for f32 and bf16."""
+    """One packed format. ``group`` is 0 and ``has_min`` False for f32 and bf16; ``two_level`` scales are for int4."""
 
     kind: Kind
     group: int = 0
     has_min: bool = False
+    two_level: bool = False
 
     def __post_init__(self) -> None:
         if self.kind in ("f32", "bf16"):
@@ -53,21 +62,24 @@ class Format:
             good = self.group == 32 and not self.has_min
         else:
             good = self.kind in KINDS and self.group in GROUPS
+        if self.two_level:
+            good = good and self.kind == "int4" and self.group > 16 and not self.has_min
         if not good:
-            raise UsageError(f"no such weight format: {self.kind} with group {self.group}, min {self.has_min}")
+            raise UsageError(f"no such weight format: {self}")
 
     @staticmethod
     def parse(text: str) -> Format:
-        """Inverse of ``str``: ``f32``, ``bf16``, ``int8-g32``, ``int4-g64-min``, ``mxfp4-g32``."""
+        """Inverse of ``str``: ``f32``, ``bf16``, ``int8-g32``, ``int4-g64-min``, ``int4-g32-m8``, ``mxfp4-g32``."""
         kind, *rest = text.split("-")
         group = next((int(part[1:]) for part in rest if part[:1] == "g" and part[1:].isdigit()), 0)
-        fmt = Format(kind, group, "min" in rest)  # type: ignore[arg-type]  # checked in __post_init__
+        fmt = Format(kind, group, "min" in rest, "m8" in rest)  # type: ignore[arg-type]  # checked in __post_init__
         if str(fmt) != text:
             raise UsageError(f"no such weight format: {text!r}")
         return fmt
 
     def __str__(self) -> str:
-        return self.kind + (f"-g{self.group}" if self.group else "") + ("-min" if self.has_min else "")
+        group = f"-g{self.group}" if self.group else ""
+        return self.kind + group + ("-min" if self.has_min else "") + ("-m8" if self.two_level else "")
 
     @property
     def is_integer(self) -> bool:
@@ -91,8 +103,14 @@ class Format:
     def packed_bytes(self, n: int, k: int) -> int:
         """Exact size of a packed [n, k] matrix, scales, minima and padding included."""
         rows, inputs = self.padded(n, k)
-        scale_bytes = rows * (inputs // self.group) * (4 if self.has_min else 2) if self.group else 0
-        return rows * inputs * _CODE_BITS[self.kind] // 8 + scale_bytes
+        return rows * inputs * _CODE_BITS[self.kind] // 8 + rows * self.scale_bytes(inputs)
+
+    def scale_bytes(self, k: int) -> int:
+        """Bytes of a row's scales, and minima or multipliers, padding included."""
+        groups = -(-k // self.group) if self.group else 0
+        if self.two_level:
+            return 4 + align_up(groups, MULTIPLIER_GROUPS)
+        return groups * (4 if self.has_min else 2)
 
     def bits_per_weight(self, n: int, k: int) -> float:
         """Real bits a weight, scales and padding included."""

@@ -18,7 +18,7 @@ ByteArray = NDArray[np.uint8]
 
 def native_format(fmt: Format) -> _core.WeightFormat:
     """The same format for native calls."""
-    return _core.WeightFormat(fmt.kind, fmt.group, fmt.has_min)
+    return _core.WeightFormat(fmt.kind, fmt.group, fmt.has_min, fmt.two_level)
 
 
 def pack(w_NK: F32Array, fmt: Format, threads: int = 1, out: ByteArray | None = None) -> ByteArray:
@@ -36,7 +36,7 @@ def pack_codes(
     threads: int = 1,
     out: ByteArray | None = None,
 ) -> ByteArray:
-    """As ``quant.pack.pack_codes``, into ``out`` if there is one."""
+    """As ``quant.pack.pack_codes``, into ``out`` if there is one; not for two-level scales, which no source has."""
     packed = np.empty(fmt.packed_bytes(*codes_NK.shape), np.uint8) if out is None else out
     codes_NK, scales = np.ascontiguousarray(codes_NK), np.ascontiguousarray(scales_NG).view(np.uint16)
     mins = None if mins_NG is None else np.ascontiguousarray(mins_NG).view(np.uint16)

@@ -12,35 +12,54 @@ to float16 after clamping it to +-65504. Per row and group of G inputs (padding 
                   scale = f16((max - min) / L); min = f16(min); code = clamp(rint((w - min) * (1/scale)), 0, L)
 ``mxfp4``         OCP MX: scale = 2^(floor(log2(max|w|)) - 3), its exponent clamped to [-24, 15]; nibble = nearest value,
                   ties to the even nibble, saturating, never -0
+``int4-..-m8``    row scale = max|w| of the row / 1016, 0 if that is below 2^-100; ratio = (w_largest / -8) * (1 / row scale), as
+                  for int4. For each of SHRINKS in turn: multiplier = rint(clamp(ratio * shrink, -127, 127)), codes as for int4
+                  with scale = multiplier * row scale, error = w - row scale * (multiplier * (code - 8)). The first of least
+                  error is taken, the errors' squares summed in 16 lanes (input i of the group in lane i % 16, in rising
+                  order; padding inputs are zeros), then lane j with j + 8, j + 4, j + 2, j + 1
 ``bf16``          round to nearest even; NaN becomes the quiet NaN of its sign
 
 1/scale is the float32 reciprocal of the rounded scale; where the scale is 0 every code is the offset (mxfp4: nibble 0).
+
+Codes come with scales and one thing more: minima float16 [N, G] (``has_min``), or row scales float32 [N, 1] and scales that
+are int8 multipliers (``two_level``), or nothing.
 
 N outputs, K inputs, G groups of a row, P panels of 16 rows.
 """
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 from numpy.typing import NDArray
 
-from tidegate.quant.formats import MXFP4_VALUES, PANEL_ROWS, Format
+from tidegate.quant.formats import MULTIPLIER_GROUPS, MXFP4_VALUES, PANEL_ROWS, Format
 
 F32Array = NDArray[np.float32]
 F16Array = NDArray[np.float16]
 ByteArray = NDArray[np.uint8]
+ScaleArray = F16Array | NDArray[np.int8]
+MoreArray = F16Array | F32Array | None
 
 _F16_MAX = np.float32(65504)
+_SHRINKS = (1.0, 0.95, 0.9, 0.85)  # of a group's scale: clipping its largest weight often pays
+_LEAST_ROW_SCALE = np.float32(2**-100)  # so that the reciprocals of its multiples are finite
 _E2M1_BOUNDS = ((0.5, False), (1.5, True), (2.5, False), (3.5, True), (5.0, False), (7.0, True), (10.0, False))
 
 
-def quantize(w_NK: F32Array, fmt: Format) -> tuple[ByteArray, F16Array, F16Array | None]:
-    """Codes uint8 [N, K], scales float16 [N, ceil(K/G)] and, with ``has_min``, minima of the same shape.
+def quantize(w_NK: F32Array, fmt: Format) -> tuple[ByteArray, ScaleArray, MoreArray]:
+    """Codes uint8 [N, K], scales float16 [N, ceil(K/G)] and, with ``has_min``, minima of the same shape; with ``two_level``
+    multipliers int8 [N, ceil(K/G)] and row scales float32 [N, 1].
 
     ``w_NK`` must be finite. Only for formats with groups; f32 and bf16 have no codes.
     """
     n, k = w_NK.shape
     groups = -(-k // fmt.group)
+    if fmt.two_level:
+        padded = np.pad(w_NK.astype(np.float32, copy=False), ((0, 0), (0, groups * fmt.group - k)))
+        codes, multipliers_NG, row_scales_N1 = _quantize_two_level(padded.reshape(n, groups, fmt.group))
+        return np.ascontiguousarray(codes.reshape(n, -1)[:, :k]), multipliers_NG, row_scales_N1
     w_NGg = np.pad(w_NK.astype(np.float32, copy=False), ((0, 0), (0, groups * fmt.group - k)), mode="edge")
     w_NGg = w_NGg.reshape(n, groups, fmt.group)
     if fmt.kind == "mxfp4":
@@ -54,7 +73,7 @@ def quantize(w_NK: F32Array, fmt: Format) -> tuple[ByteArray, F16Array, F16Array
     return np.ascontiguousarray(codes.reshape(n, -1)[:, :k]), scales_NG, mins_NG
 
 
-def dequantize(codes_NK: ByteArray, scales_NG: F16Array, mins_NG: F16Array | None, fmt: Format) -> F32Array:
+def dequantize(codes_NK: ByteArray, scales_NG: ScaleArray, more: MoreArray, fmt: Format) -> F32Array:
     """The float32 weights that the codes stand for, exactly as the kernels see them."""
     n, k = codes_NK.shape
     if fmt.kind == "mxfp4":
@@ -62,12 +81,14 @@ def dequantize(codes_NK: ByteArray, scales_NG: F16Array, mins_NG: F16Array | Non
     else:
         values = codes_NK.astype(np.float32) - np.float32(fmt.code_offset)
     w_NK: F32Array = values * np.repeat(scales_NG.astype(np.float32), fmt.group, axis=1)[:, :k]
-    if mins_NG is not None:
-        w_NK += np.repeat(mins_NG.astype(np.float32), fmt.group, axis=1)[:, :k]
+    if more is not None and fmt.two_level:
+        w_NK *= more.astype(np.float32)
+    elif more is not None:
+        w_NK += np.repeat(more.astype(np.float32), fmt.group, axis=1)[:, :k]
     return w_NK.reshape(n, k)
 
 
-def pack_codes(codes_NK: ByteArray, scales_NG: F16Array, mins_NG: F16Array | None, fmt: Format) -> ByteArray:
+def pack_codes(codes_NK: ByteArray, scales_NG: ScaleArray, more: MoreArray, fmt: Format) -> ByteArray:
     """Flat packed bytes, ``fmt.packed_bytes(N, K)`` of them. Codes as ``quantize`` makes them (4 bits: below 16)."""
     n, k = codes_NK.shape
     rows, inputs = fmt.padded(n, k)
@@ -79,29 +100,41 @@ def pack_codes(codes_NK: ByteArray, scales_NG: F16Array, mins_NG: F16Array | Non
     else:
         halves = padded.reshape(panels, PANEL_ROWS, groups, group // 8, 2, 4).transpose(4, 0, 2, 3, 1, 5)
         body = halves[0] | (halves[1] << 4)
-    headers = [_group_header(part, panels, groups) for part in (scales_NG, mins_NG) if part is not None]
+    if fmt.two_level:
+        assert more is not None
+        row_scales = np.zeros((panels, PANEL_ROWS), np.float32)
+        row_scales.reshape(-1)[:n] = more[:, 0]
+        blocks = _multiplier_blocks(_group_header(scales_NG, panels, groups), body.reshape(panels, groups, -1))
+        return np.concatenate([blocks, row_scales.view(np.uint8)], axis=1).reshape(-1)
+    headers = [_group_header(part, panels, groups) for part in (scales_NG, more) if part is not None]
     parts = [*headers, body.reshape(panels, groups, -1)]
     return np.concatenate(parts, axis=2).reshape(-1)
 
 
-def unpack_codes(packed: ByteArray, fmt: Format, n: int, k: int) -> tuple[ByteArray, F16Array, F16Array | None]:
+def unpack_codes(packed: ByteArray, fmt: Format, n: int, k: int) -> tuple[ByteArray, ScaleArray, MoreArray]:
     """Inverse of ``pack_codes`` for a matrix [n, k]; padding is dropped."""
     rows, inputs = fmt.padded(n, k)
     group, groups, panels = fmt.group, inputs // fmt.group, rows // PANEL_ROWS
-    blocks = packed.reshape(panels, groups, -1)
-    header_bytes = 2 * PANEL_ROWS
-    scales = _from_group_header(blocks[:, :, :header_bytes])
-    mins = None
-    if fmt.has_min:
-        mins = _from_group_header(blocks[:, :, header_bytes : 2 * header_bytes])[:n]
-        header_bytes *= 2
-    body = blocks[:, :, header_bytes:]
+    scales: ScaleArray
+    more: MoreArray = None
+    if fmt.two_level:
+        whole, tail_bytes = packed.reshape(panels, -1), 4 * PANEL_ROWS
+        header, body = _from_multiplier_blocks(whole[:, :-tail_bytes], groups, PANEL_ROWS * group // 2)
+        scales = _from_group_header(header, np.int8)
+        more = np.ascontiguousarray(whole[:, -tail_bytes:]).view(np.float32).reshape(-1, 1)[:n]
+    else:
+        blocks, header_bytes = packed.reshape(panels, groups, -1), 2 * PANEL_ROWS
+        scales = _from_group_header(blocks[:, :, :header_bytes], np.float16)
+        if fmt.has_min:
+            more = _from_group_header(blocks[:, :, header_bytes : 2 * header_bytes], np.float16)[:n]
+            header_bytes *= 2
+        body = blocks[:, :, header_bytes:]
     if fmt.kind == "int8":
         codes = body.reshape(panels, groups, group // 4, PANEL_ROWS, 4).transpose(0, 3, 1, 2, 4)
     else:
         steps = body.reshape(panels, groups, group // 8, PANEL_ROWS, 4).transpose(0, 3, 1, 2, 4)
         codes = np.stack([steps & 15, steps >> 4], axis=4)
-    return np.ascontiguousarray(codes.reshape(rows, inputs)[:n, :k]), scales[:n], mins
+    return np.ascontiguousarray(codes.reshape(rows, inputs)[:n, :k]), scales[:n], more
 
 
 def pack(w_NK: F32Array, fmt: Format) -> ByteArray:
@@ -151,7 +184,7 @@ def _to_f16(x: F32Array) -> F16Array:
     return np.clip(x, -_F16_MAX, _F16_MAX).astype(np.float16)
 
 
-def _reciprocal(scales: F16Array) -> F32Array:
+def _reciprocal(scales: F16Array | F32Array) -> F32Array:
     wide = scales.astype(np.float32)
     return np.divide(np.float32(1), wide, out=np.zeros_like(wide), where=wide != 0)
 
@@ -164,6 +197,36 @@ def _quantize_symmetric(w_NGg: F32Array, offset: int) -> tuple[ByteArray, F16Arr
         scales = _to_f16(np.take_along_axis(w_NGg, largest[:, :, None], axis=2)[:, :, 0] / np.float32(-8))
     codes = np.rint(w_NGg * _reciprocal(scales)[:, :, None])
     return (np.clip(codes, -offset, offset - 1) + offset).astype(np.uint8), scales
+
+
+def _quantize_two_level(w_NGg: F32Array) -> tuple[ByteArray, NDArray[np.int8], F32Array]:
+    row_scales = np.abs(w_NGg).max(axis=(1, 2), keepdims=True) / np.float32(8 * 127)
+    row_scales[row_scales < _LEAST_ROW_SCALE] = 0
+    largest = np.take_along_axis(w_NGg, np.abs(w_NGg).argmax(axis=2)[:, :, None], axis=2)
+    ratios = largest / np.float32(-8) * _reciprocal(row_scales)
+    best_codes, best_multipliers = np.zeros(w_NGg.shape, np.float32), np.zeros_like(ratios)
+    best_losses = np.full_like(ratios, np.inf)
+    for shrink in _SHRINKS:
+        multipliers = np.rint(np.clip(ratios * np.float32(shrink), -127, 127))
+        codes = np.clip(np.rint(w_NGg * _reciprocal(multipliers * row_scales)), -8, 7)
+        errors = w_NGg - row_scales * (multipliers * codes)
+        losses = _sum_in_lanes(errors * errors)
+        better = losses < best_losses
+        best_codes = np.where(better, codes, best_codes)
+        best_multipliers = np.where(better, multipliers, best_multipliers)
+        best_losses = np.where(better, losses, best_losses)
+    return (best_codes + 8).astype(np.uint8), best_multipliers[:, :, 0].astype(np.int8), row_scales[:, :, 0]
+
+
+def _sum_in_lanes(values_NGg: F32Array) -> F32Array:
+    """[N, G, g] -> [N, G, 1]."""
+    lanes = np.zeros((*values_NGg.shape[:2], 16), np.float32)
+    for start in range(0, values_NGg.shape[2], 16):
+        lanes = lanes + values_NGg[:, :, start : start + 16]
+    while lanes.shape[2] > 1:
+        half = lanes.shape[2] // 2
+        lanes = lanes[:, :, :half] + lanes[:, :, half:]
+    return lanes
 
 
 def _quantize_affine(w_NGg: F32Array, levels: int) -> tuple[ByteArray, F16Array, F16Array]:
@@ -184,14 +247,35 @@ def _quantize_mxfp4(w_NGg: F32Array) -> tuple[ByteArray, F16Array]:
     return np.where((w_NGg < 0) & (codes > 0), codes | 8, codes).astype(np.uint8), scales
 
 
-def _group_header(values_NG: F16Array, panels: int, groups: int) -> ByteArray:
-    padded = np.zeros((panels * PANEL_ROWS, groups), np.float16)
+def _multiplier_blocks(header_PGb: ByteArray, body_PGb: ByteArray) -> ByteArray:
+    """A panel's blocks, one behind the other: [P, bytes]."""
+    panels, groups, code_bytes = body_PGb.shape
+    missing = -groups % MULTIPLIER_GROUPS
+    parts = [
+        np.pad(part, ((0, 0), (0, missing), (0, 0))).reshape(panels, -1, MULTIPLIER_GROUPS * part.shape[2])
+        for part in (header_PGb, body_PGb)
+    ]
+    whole = np.concatenate(parts, axis=2).reshape(panels, -1)
+    return whole[:, : whole.shape[1] - missing * code_bytes]
+
+
+def _from_multiplier_blocks(blocks_Pb: ByteArray, groups: int, code_bytes: int) -> tuple[ByteArray, ByteArray]:
+    """Inverse of ``_multiplier_blocks``: header and body."""
+    panels, missing, line = len(blocks_Pb), -groups % MULTIPLIER_GROUPS, MULTIPLIER_GROUPS * PANEL_ROWS
+    whole = np.pad(blocks_Pb, ((0, 0), (0, missing * code_bytes)))
+    whole = whole.reshape(panels, -1, line + MULTIPLIER_GROUPS * code_bytes)
+    header_PGb = whole[:, :, :line].reshape(panels, -1, PANEL_ROWS)
+    return header_PGb[:, :groups], whole[:, :, line:].reshape(panels, -1, code_bytes)[:, :groups]
+
+
+def _group_header(values_NG: NDArray[Any], panels: int, groups: int) -> ByteArray:
+    padded = np.zeros((panels * PANEL_ROWS, groups), values_NG.dtype)
     padded[: len(values_NG)] = values_NG
     by_group = padded.reshape(panels, PANEL_ROWS, groups).transpose(0, 2, 1)
     return np.ascontiguousarray(by_group).view(np.uint8)
 
 
-def _from_group_header(header_PGb: ByteArray) -> F16Array:
+def _from_group_header(header_PGb: ByteArray, dtype: type[np.float16] | type[np.int8]) -> NDArray[Any]:
     panels, groups, _ = header_PGb.shape
-    by_group = np.ascontiguousarray(header_PGb).view(np.float16)
+    by_group = np.ascontiguousarray(header_PGb).view(dtype)
     return np.ascontiguousarray(by_group.transpose(0, 2, 1)).reshape(panels * PANEL_ROWS, groups)
