@@ -41,8 +41,7 @@ void integer_tile(const TileJob& job) {
   const float* x_scales = job.tile.scales;
   const std::int32_t* x_sums = job.tile.sums;
   const int chunks = job.group / kChunk;
-  const std::uint8_t* header[kPanels];
-  const std::uint8_t* multipliers[kPanels];
+  const std::uint8_t* header[kPanels];  // of two levels: where the next group's multipliers are
   for (std::int64_t g = 0, groups = job.k / job.group; g < groups; ++g) {
     typename S::template Dot<kKind, kMin> dot[kPanels][kTokens];
     prefetch(next, job.prefetch_lines);
@@ -51,14 +50,13 @@ void integer_tile(const TileJob& job) {
     if (kTwoLevel && g % kMultiplierGroups == 0) {
       prefetch(next, 1);
       TIDEGATE_UNROLL for (int p = 0; p < kPanels; ++p) {
-        multipliers[p] = w[p];
+        header[p] = w[p];
         w[p] += kMultiplierBytes;
       }
     }
-    TIDEGATE_UNROLL for (int p = 0; p < kPanels; ++p) {
-      const std::uint8_t*& from = kTwoLevel ? multipliers[p] : w[p];
-      header[p] = from;
-      from += kTwoLevel ? kPanelRows : kMin ? 64 : 32;
+    TIDEGATE_UNROLL for (int p = 0; p < kPanels && !kTwoLevel; ++p) {
+      header[p] = w[p];
+      w[p] += kMin ? 64 : 32;
     }
     int chunk = 0;
     do {
@@ -86,6 +84,7 @@ void integer_tile(const TileJob& job) {
     TIDEGATE_UNROLL for (int p = 0; p < kPanels; ++p) {
       if constexpr (kTwoLevel) {
         const F multiplier = S::load_int8(header[p]);
+        header[p] += kPanelRows;
         TIDEGATE_UNROLL for (int m = 0; m < kTokens; ++m)
           acc[p][m] = S::fma(S::mul(S::from_int(dot[p][m].total()), multiplier), S::set(x_scales[m]), acc[p][m]);
         continue;
