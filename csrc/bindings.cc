@@ -194,5 +194,6 @@ NB_MODULE(_core, m) {
   bind_loader(m);
   bind_kernels(m);
   bind_attention(m);
+  bind_layers(m);
   bind_experts(m);
 }

@@ -23,5 +23,7 @@ using NoGil = nb::call_guard<nb::gil_scoped_release>;
 void bind_kernels(nb::module_& m);
 // bindings_attention.cc
 void bind_attention(nb::module_& m);
+// bindings_layers.cc
+void bind_layers(nb::module_& m);
 // bindings_experts.cc
 void bind_experts(nb::module_& m);

@@ -87,11 +87,6 @@ void bind_grouped(nb::module_& m) {
            nb::keep_alive<1, 12>(), nb::keep_alive<1, 13>(), nb::keep_alive<1, 14>());
   m.def("norm", &norm, "compute"_a, "x"_a, "weights"_a);
   m.def("attend", &attend, "compute"_a, "kv"_a, "step"_a, "layer"_a, "qkv"_a, NoGil());
-  m.def("attention", [](Compute& compute, const KvPages& kv, const Step& step, const GroupedAttention& layer, const Matrix& x,
-                        const NormWeights& weights, const PackedMatrix& qkv, const PackedMatrix& out) {
-    return linear(compute, attend(compute, kv, step, layer, linear(compute, norm(compute, x, weights), qkv)), out);
-  }, "compute"_a, "kv"_a, "step"_a, "layer"_a, "x"_a, "norm"_a, "qkv"_a, "out"_a, NoGil(),
-        "norm, linear, attend and linear in one call.");
 }
 
 void bind_latent(nb::module_& m) {

@@ -86,16 +86,6 @@ class LatentAttention:
 
 def norm(compute: Compute, x: Matrix, weights: NormWeights) -> Matrix: ...
 def attend(compute: Compute, kv: KvPages, step: Step, layer: GroupedAttention, qkv: Matrix) -> Matrix: ...
-def attention(
-    compute: Compute,
-    kv: KvPages,
-    step: Step,
-    layer: GroupedAttention,
-    x: Matrix,
-    norm: NormWeights,
-    qkv: PackedMatrix,
-    out: PackedMatrix,
-) -> Matrix: ...
 def attend_latent(
     compute: Compute, pages: KvPages, step: Step, layer: LatentAttention, q: Matrix, kv: Matrix
 ) -> Matrix: ...
@@ -307,6 +297,39 @@ class MoeStep:
     ) -> None: ...
     def run(self, experts: Sequence[int], slots: Sequence[int], source: SlotSource) -> int: ...
     def finish(self) -> Matrix: ...
+
+# ---- layers.h
+
+class LayerAtHand:
+    def __init__(
+        self,
+        attention_norm: NormWeights,
+        qkv: PackedMatrix,
+        attention: GroupedAttention,
+        out: PackedMatrix,
+        moe_norm: NormWeights,
+        router: RouterParams,
+        layout: ExpertLayout,
+        activation: ActivationParams,
+        book: LayerBook,
+    ) -> None: ...
+
+class Layers:
+    def __init__(self, layers: Sequence[LayerAtHand]) -> None: ...
+
+def attention(
+    compute: Compute,
+    kv: KvPages,
+    step: Step,
+    layer: GroupedAttention,
+    x: Matrix,
+    norm: NormWeights,
+    qkv: PackedMatrix,
+    out: PackedMatrix,
+) -> Matrix: ...
+def run_at_hand(
+    compute: Compute, kv: KvPages, step: Step, x: Matrix, layers: Layers, scale: float, source: SlotSource
+) -> tuple[int, int]: ...
 
 # ---- pack.h
 

@@ -198,6 +198,30 @@ class ExpertSlots(ABC):
         """Block until the slot is ready; its bytes (a view). Raises ReadFailed if the load failed."""
 
 
+@dataclass(frozen=True)
+class LayerAtHand:
+    """A layer of grouped attention and routed experts; ``book`` as in ``moe_at_hand``."""
+
+    attention_norm: Norm
+    qkv: Linear
+    attention: AttentionWeights
+    out: Linear
+    moe_norm: Norm
+    router: Router
+    layout: ExpertLayout
+    book: _core.LayerBook
+
+
+@dataclass(frozen=True)
+class LayersAtHand:
+    """The layers of a model, in order, and what they have in common. ``scale``: of what a half adds to the hidden state."""
+
+    layers: tuple[LayerAtHand, ...]
+    slots: ExpertSlots
+    activation: tuple[str, float, float]
+    scale: float
+
+
 class Backend(ABC, Generic[A]):
     """See the module docstring for the contract. Weights are passed as the dataclasses above."""
 
@@ -302,6 +326,11 @@ class Backend(ABC, Generic[A]):
         """``norm_route`` and ``moe`` in one call: ``x`` normed, the sum, and of how many experts; ``book`` says where each
         expert is. None, and nothing done, if one of them is not ready or was never used, or where calls cost nothing."""
         return None
+
+    def run_at_hand(self, x: A, layers: LayersAtHand) -> tuple[int, int]:
+        """``x`` through the layers' halves in one call, ``attention`` and ``moe_at_hand`` in turn, up to the first that would be
+        None: (how many halves were done, of how many experts). Changes x; (0, 0) where calls cost nothing."""
+        return 0, 0
 
     @abstractmethod
     def gated_mlp(self, x: A, gate_up: Linear, down: Linear, activation: tuple[str, float, float]) -> A:

@@ -13,6 +13,7 @@ from tidegate.backends.base import (
     F32Array,
     Gate,
     KvLayout,
+    LayersAtHand,
     Linear,
     Norm,
     Ranking,
@@ -54,6 +55,7 @@ class AttentionOps(LinearOps):
         ] = {}
         self._grouped: dict[int, tuple[_core.GroupedAttention, AttentionWeights]] = {}
         self._latent: dict[int, tuple[_core.LatentAttention, AttentionWeights]] = {}
+        self._layers: dict[int, tuple[_core.Layers, LayersAtHand]] = {}
         self._routers: dict[int, tuple[_core.RouterParams, Router]] = {}
 
     def bind_kv(self, layout: KvLayout, pages: ByteArray) -> None:
@@ -112,6 +114,16 @@ class AttentionOps(LinearOps):
             self._activation(activation),
             book,
             slots.native,
+        )
+
+    def run_at_hand(self, x: Matrix, layers: LayersAtHand) -> tuple[int, int]:
+        if layers.slots.native is None:
+            return 0, 0
+        known = self._layers.get(id(layers))
+        if known is None:
+            known = self._layers[id(layers)] = self._make_layers(layers), layers
+        return _core.run_at_hand(
+            self.compute, self._kv, self._step, x, known[0], layers.scale, layers.slots.native
         )
 
     def rank(self, scores: Matrix, top_k: int, most: int) -> Ranking:
@@ -193,6 +205,25 @@ class AttentionOps(LinearOps):
         )
         self._latent[id(weights)] = handle, weights
         return handle
+
+    def _make_layers(self, layers: LayersAtHand) -> _core.Layers:
+        activation = self._activation(layers.activation)
+        return _core.Layers(
+            [
+                _core.LayerAtHand(
+                    attention_norm=self._norm(layer.attention_norm),
+                    qkv=self.packed(layer.qkv),
+                    attention=self._make_grouped(layer.attention),
+                    out=self.packed(layer.out),
+                    moe_norm=self._norm(layer.moe_norm),
+                    router=self._router(layer.router),
+                    layout=self._layout(layer.layout),
+                    activation=activation,
+                    book=layer.book,
+                )
+                for layer in layers.layers
+            ]
+        )
 
     def _router(self, router: Router) -> _core.RouterParams:
         known = self._routers.get(id(router))

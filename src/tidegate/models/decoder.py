@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Generic
 
-from tidegate.backends.base import A, Backend, F32Array, StepBatch
+from tidegate.backends.base import A, Backend, F32Array, LayerAtHand, LayersAtHand, StepBatch
 from tidegate.model_config import ModelConfig
 from tidegate.models.attention import GroupedAttention, LatentAttention
 from tidegate.models.moe import Activation, Experts, MoeBlock
@@ -35,6 +35,7 @@ class Decoder(Generic[A]):
     ) -> None:
         self.config, self.weights, self.backend, self.experts = config, weights, backend, experts
         self._activation: Activation = (config.activation, config.activation_alpha, config.activation_limit)
+        self._at_hand = self._layers_at_hand()
         self._blocks = [block for layer in weights.layers for block in self._layer_blocks(layer)]
 
     @property
@@ -53,10 +54,38 @@ class Decoder(Generic[A]):
         mark = backend.mark()
         if self.experts is not None:
             self.experts.begin_step(len(batch.token_ids_T))
-        for block in self._blocks:
+        for block in self._blocks[self._run_at_hand(x) :]:
             backend.add(x, block(x), scale)
             backend.release(mark)
         return backend.logits(x, self.weights.final_norm, self.weights.head, self.config.logits_divisor)
+
+    def _run_at_hand(self, x: A) -> int:
+        """How many blocks the backend could run at once."""
+        experts = self.experts
+        if self._at_hand is None or experts is None or experts.is_watched:
+            return 0
+        done, num_experts = self.backend.run_at_hand(x, self._at_hand)
+        experts.cache.count_hits(num_experts)
+        return done
+
+    def _layers_at_hand(self) -> LayersAtHand | None:
+        """All layers, if their experts are never evicted and the backend knows such layers as a whole."""
+        layers = []
+        for number, layer in enumerate(self.weights.layers):
+            one, moe = layer.attention, layer.feed_forward
+            if self.experts is None or isinstance(one, LatentAttentionWeights) or isinstance(moe, MlpWeights):
+                return None
+            book = self.experts.cache.at_hand(number)
+            if book is None or moe.shared_gate_up is not None:
+                return None
+            layout = self.experts.layouts[number]
+            layers.append(
+                LayerAtHand(one.norm, one.qkv, one.attention, one.out, moe.norm, moe.router, layout, book)
+            )
+        assert self.experts is not None
+        return LayersAtHand(
+            tuple(layers), self.experts.slots, self._activation, self.config.residual_multiplier
+        )
 
     def _layer_blocks(self, layer: LayerWeights) -> tuple[Callable[[A], A], Callable[[A], A]]:
         attention: Callable[[A], A]

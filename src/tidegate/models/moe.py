@@ -111,11 +111,14 @@ class Experts:
         wanted = (lookahead is not None and lookahead.wants_guesses) or (trace is not None and trace.wants_guesses)
         return self.guesser if wanted else None
 
+    @property
+    def is_watched(self) -> bool:
+        """Somebody wants to know what the routers choose."""
+        return self.lookahead is not None or self.foreseer is not None or self.trace is not None
+
     def at_hand(self, layer: int) -> _core.LayerBook | None:
-        """``ExpertCache.at_hand``, if nobody wants to know what the router chooses."""
-        if self.lookahead is None and self.foreseer is None and self.trace is None:
-            return self.cache.at_hand(layer)
-        return None
+        """``ExpertCache.at_hand``, if nobody watches."""
+        return None if self.is_watched else self.cache.at_hand(layer)
 
     def tell(self, guess: Guess | None) -> None:
         """Pass a guess on to whoever wants it."""

@@ -1,0 +1,32 @@
+#include "layers.h"
+
+#include "elementwise.h"
+
+namespace tidegate {
+
+Matrix attention_half(Compute& compute, const KvPages& kv, const Step& step, const GroupedAttention& layer, const Matrix& x,
+                      const NormWeights& weights, const PackedMatrix& qkv, const PackedMatrix& out) {
+  return linear(compute, attend(compute, kv, step, layer, linear(compute, norm(compute, x, weights), qkv)), out);
+}
+
+Progress run_at_hand(Compute& compute, const KvPages& kv, const Step& step, const Matrix& x, const std::vector<LayerAtHand>& layers,
+                     float scale, SlotSource& source) {
+  Progress done;
+  for (const LayerAtHand& layer : layers) {
+    {
+      const Scratch scratch(compute.workspace);
+      add(compute, x, attention_half(compute, kv, step, layer.attention, x, layer.attention_norm, layer.qkv, layer.out), scale);
+    }
+    ++done.halves;
+    const Scratch scratch(compute.workspace);
+    const Matrix normed = norm(compute, x, layer.moe_norm);
+    const AtHand found = moe_at_hand(compute, normed, layer.router, layer.layout, layer.activation, *layer.book, source);
+    if (found.num_experts == 0) break;
+    add(compute, x, found.out, scale);
+    ++done.halves;
+    done.experts += found.num_experts;
+  }
+  return done;
+}
+
+}  // namespace tidegate
