@@ -4,11 +4,14 @@ import numpy as np
 import pytest
 
 import checkpoints
+from attention_cases import cpu_backend
 from in_memory import TinyModel, tiny_model
 from test_parity import token_ids
+from tidegate import _core
 from tidegate.backends.reference import ReferenceBackend
 from tidegate.errors import ReadFailed
 from tidegate.experts.trace import TraceMeta, TraceReader, TraceWriter
+from tidegate.quant.formats import Format
 
 
 def model(name: str = "qwen2_moe", **options: object) -> TinyModel:
@@ -37,6 +40,62 @@ def test_a_failed_load_leaves_a_consistent_cache_and_the_step_can_be_tried_again
     cache.check_integrity()
     assert not any(book.pinned for book in cache._layers)
     assert np.array_equal(broken.run([(0, ids[:20])])[0], wanted)
+
+
+@pytest.mark.parametrize("name", ["qwen3_moe", "mixtral", "olmoe", "gpt_oss"])
+def test_layers_at_hand_are_the_blocks_one_by_one(name, monkeypatch):
+    """Prompts and single tokens of two sequences; the first steps meet experts that were never used, in some layer or other."""
+    whole, single = (
+        tiny_model(checkpoints.checkpoint(name), cpu_backend, experts=Format.parse("int8-g32")) for _ in "ab"
+    )
+    for tiny in (whole, single):
+        tiny.memory.native = _core.ReadySlots(tiny.memory.views)
+    halves, run = [], whole.decoder.backend.run_at_hand
+
+    def counted(*args):
+        done = run(*args)
+        halves.append(done[0])
+        return done
+
+    monkeypatch.setattr(whole.decoder.backend, "run_at_hand", counted)
+    monkeypatch.setattr(single.decoder.backend, "run_at_hand", lambda x, layers: (0, 0))
+    ids, num_halves = token_ids(40), 2 * whole.config.num_layers
+    steps = (
+        [[(0, [token])] for token in ids[:8]]
+        + [[(1, ids[8:20])]]
+        + [[(0, [a]), (1, [b])] for a, b in zip(ids[20:30], ids[30:], strict=True)]
+    )
+    for step in steps:
+        for got, wanted in zip(whole.run(step), single.run(step), strict=True):
+            assert np.array_equal(got, wanted)
+    assert halves[0] == 1 and num_halves in halves and any(1 < done < num_halves for done in halves)
+    assert whole.decoder.experts.cache.counters == single.decoder.experts.cache.counters
+
+
+def test_layers_are_not_at_hand_where_experts_can_be_evicted_or_somebody_watches(monkeypatch):
+    for name, capacity, watched in (
+        ("qwen3_moe", 5, False),
+        ("deepseek_v2_lite", None, False),
+        ("qwen3_moe", None, True),
+    ):
+        tiny = tiny_model(checkpoints.checkpoint(name), cpu_backend, capacity=capacity)
+        tiny.memory.native = _core.ReadySlots(tiny.memory.views)
+        tiny.decoder.experts.trace = Watcher() if watched else None
+        calls = []
+        monkeypatch.setattr(
+            tiny.decoder.backend, "run_at_hand", lambda x, layers, calls=calls: (calls.append(x), (0, 0))[1]
+        )
+        tiny.run([(0, token_ids(3))])
+        assert not calls
+
+
+class Watcher:
+    """Of routing, and of nothing else."""
+
+    wants_hidden = wants_guesses = False
+
+    def record(self, *_: object) -> None:
+        pass
 
 
 def test_routing_is_recorded_layer_by_layer(tmp_path):

@@ -122,9 +122,7 @@ class AttentionOps(LinearOps):
         known = self._layers.get(id(layers))
         if known is None:
             known = self._layers[id(layers)] = self._make_layers(layers), layers
-        return _core.run_at_hand(
-            self.compute, self._kv, self._step, x, known[0], layers.scale, layers.slots.native
-        )
+        return _core.run_at_hand(self.compute, self._kv, self._step, x, known[0], layers.scale, layers.slots.native)
 
     def rank(self, scores: Matrix, top_k: int, most: int) -> Ranking:
         return _core.rank(scores, top_k, most)

@@ -83,9 +83,7 @@ class Decoder(Generic[A]):
                 LayerAtHand(one.norm, one.qkv, one.attention, one.out, moe.norm, moe.router, layout, book)
             )
         assert self.experts is not None
-        return LayersAtHand(
-            tuple(layers), self.experts.slots, self._activation, self.config.residual_multiplier
-        )
+        return LayersAtHand(tuple(layers), self.experts.slots, self._activation, self.config.residual_multiplier)
 
     def _layer_blocks(self, layer: LayerWeights) -> tuple[Callable[[A], A], Callable[[A], A]]:
         attention: Callable[[A], A]
