@@ -79,9 +79,7 @@ class Decoder(Generic[A]):
             if book is None or moe.shared_gate_up is not None:
                 return None
             layout = self.experts.layouts[number]
-            layers.append(
-                LayerAtHand(one.norm, one.qkv, one.attention, one.out, moe.norm, moe.router, layout, book)
-            )
+            layers.append(LayerAtHand(one.norm, one.qkv, one.attention, one.out, moe.norm, moe.router, layout, book))
         assert self.experts is not None
         return LayersAtHand(tuple(layers), self.experts.slots, self._activation, self.config.residual_multiplier)
 
