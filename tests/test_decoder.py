@@ -10,6 +10,8 @@ from test_parity import token_ids
 from tidegate import _core
 from tidegate.backends.reference import ReferenceBackend
 from tidegate.errors import ReadFailed
+from tidegate.experts.cache import ExpertCache
+from tidegate.experts.policy import DecayedLfu
 from tidegate.experts.trace import TraceMeta, TraceReader, TraceWriter
 from tidegate.quant.formats import Format
 
@@ -70,6 +72,16 @@ def test_layers_at_hand_are_the_blocks_one_by_one(name, monkeypatch):
             assert np.array_equal(got, wanted)
     assert halves[0] == 1 and num_halves in halves and any(1 < done < num_halves for done in halves)
     assert whole.decoder.experts.cache.counters == single.decoder.experts.cache.counters
+
+
+def test_layers_at_hand_are_those_of_the_cache_in_use():
+    tiny, ids = tiny_model(checkpoints.checkpoint("qwen3_moe"), cpu_backend), token_ids(12)
+    tiny.memory.native = _core.ReadySlots(tiny.memory.views)
+    wanted = [tiny.run([(0, [token])])[0] for token in ids]
+    experts, count = tiny.decoder.experts, tiny.config.moe.num_experts
+    experts.cache = ExpertCache([count // 2] * tiny.config.num_layers, count, DecayedLfu, tiny.memory)
+    assert all(np.array_equal(tiny.run([(1, [token])])[0], row) for token, row in zip(ids, wanted, strict=True))
+    assert experts.cache.counters.misses > 0
 
 
 def test_layers_are_not_at_hand_where_experts_can_be_evicted_or_somebody_watches(monkeypatch):

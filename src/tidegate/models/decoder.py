@@ -9,6 +9,7 @@ from collections.abc import Callable
 from typing import Generic
 
 from tidegate.backends.base import A, Backend, F32Array, LayerAtHand, LayersAtHand, StepBatch
+from tidegate.experts.cache import ExpertCache
 from tidegate.model_config import ModelConfig
 from tidegate.models.attention import GroupedAttention, LatentAttention
 from tidegate.models.moe import Activation, Experts, MoeBlock
@@ -35,7 +36,7 @@ class Decoder(Generic[A]):
     ) -> None:
         self.config, self.weights, self.backend, self.experts = config, weights, backend, experts
         self._activation: Activation = (config.activation, config.activation_alpha, config.activation_limit)
-        self._at_hand = self._layers_at_hand()
+        self._at_hand: tuple[ExpertCache | None, LayersAtHand | None] = None, None  # of that cache
         self._blocks = [block for layer in weights.layers for block in self._layer_blocks(layer)]
 
     @property
@@ -62,26 +63,30 @@ class Decoder(Generic[A]):
     def _run_at_hand(self, x: A) -> int:
         """How many blocks the backend could run at once."""
         experts = self.experts
-        if self._at_hand is None or experts is None or experts.is_watched:
+        if experts is None or experts.is_watched:
             return 0
-        done, num_experts = self.backend.run_at_hand(x, self._at_hand)
+        if self._at_hand[0] is not experts.cache:
+            self._at_hand = experts.cache, self._layers_at_hand(experts)
+        layers = self._at_hand[1]
+        if layers is None:
+            return 0
+        done, num_experts = self.backend.run_at_hand(x, layers)
         experts.cache.count_hits(num_experts)
         return done
 
-    def _layers_at_hand(self) -> LayersAtHand | None:
+    def _layers_at_hand(self, experts: Experts) -> LayersAtHand | None:
         """All layers, if their experts are never evicted and the backend knows such layers as a whole."""
         layers = []
         for number, layer in enumerate(self.weights.layers):
             one, moe = layer.attention, layer.feed_forward
-            if self.experts is None or isinstance(one, LatentAttentionWeights) or isinstance(moe, MlpWeights):
+            if isinstance(one, LatentAttentionWeights) or isinstance(moe, MlpWeights):
                 return None
-            book = self.experts.cache.at_hand(number)
+            book = experts.cache.at_hand(number)
             if book is None or moe.shared_gate_up is not None:
                 return None
-            layout = self.experts.layouts[number]
+            layout = experts.layouts[number]
             layers.append(LayerAtHand(one.norm, one.qkv, one.attention, one.out, moe.norm, moe.router, layout, book))
-        assert self.experts is not None
-        return LayersAtHand(tuple(layers), self.experts.slots, self._activation, self.config.residual_multiplier)
+        return LayersAtHand(tuple(layers), experts.slots, self._activation, self.config.residual_multiplier)
 
     def _layer_blocks(self, layer: LayerWeights) -> tuple[Callable[[A], A], Callable[[A], A]]:
         attention: Callable[[A], A]
