@@ -6,7 +6,8 @@
 ``run`` needs root: every child gets a memory control group of its own, the page cache is evicted before it starts, and the
 disk's read-ahead is set to 128 KB for as long as it runs. Resident llama.cpp reads all weights first (its fastest mode);
 under a limit it maps the file, which is what its users do then. ``report`` writes a table and a plot beside the runs.
-Make the inputs with make_checkpoint.py and ``tidegate convert``; llama.cpp is started by ``--peer-python``.
+Make the inputs with make_checkpoint.py and ``tidegate convert``; llama.cpp is started by ``--peer-python``. ``--own`` is a store
+of the same numbers quantized again (``tidegate convert --experts int4 --dense int4``), which gets rows of its own.
 """
 
 from __future__ import annotations
@@ -37,7 +38,8 @@ from tidegate.units import format_bytes, parse_bytes  # noqa: E402
 
 READ_AHEAD_KB = 128
 NO_LIMIT_BYTES = 1 << 40
-ENGINES = ("tidegate", "llama.cpp")
+OWN = "tidegate, own int4"
+ENGINES = ("tidegate", OWN, "llama.cpp")
 
 
 @dataclass(frozen=True)
@@ -120,11 +122,13 @@ def command(engine: str, case: Case, options: argparse.Namespace, tokens: Path, 
         return [options.peer_python, str(HERE / "peer_llama_cpp.py"), str(options.gguf), str(tokens), *sizes, *mode]
     mode = ["--memory", f"{case.limit_bytes} B"] if case.limit_bytes else ["--warm"]
     mode += ["--choices"] if choices else []
-    return [sys.executable, "-m", "tidegate", "bench", str(options.store), "--tokens", str(tokens), *sizes, *mode]
+    store = options.own if engine == OWN else options.store
+    return [sys.executable, "-m", "tidegate", "bench", str(store), "--tokens", str(tokens), *sizes, *mode]
 
 
 def run_once(engine: str, case: Case, options: argparse.Namespace, tokens: Path, *, choices: bool) -> dict[str, Any]:
-    evict(options.gguf, *(path for path in options.store.iterdir() if path.is_file()))
+    stores = [options.store, options.own] if options.own else [options.store]
+    evict(options.gguf, *(path for store in stores for path in store.iterdir() if path.is_file()))
     with read_ahead(options.gguf, READ_AHEAD_KB), foreign_work(case.busy):
         start_s = time.perf_counter()
         done = run_under_limit(
@@ -158,9 +162,9 @@ def run(options: argparse.Namespace) -> None:
         for number in range(options.rounds):
             order = ENGINES if number % 2 == 0 else ENGINES[::-1]
             for engine in order:
-                if options.engine in (None, engine):
+                if options.engine in (None, engine) and (engine != OWN or options.own):
                     row = run_once(engine, case_of(options.case), options, tokens, choices=options.choices)
-                    print(f"{row['case']:16} {engine:10} prefill {row['prefill_tokens_per_s']:7.1f} tokens/s, "
+                    print(f"{row['case']:16} {engine:18} prefill {row['prefill_tokens_per_s']:7.1f} tokens/s, "
                           f"decode {row['decode_tokens_per_s']:6.2f}", flush=True)  # fmt: skip
                     out.write(json.dumps(row | where) + "\n")
     tokens.unlink()
@@ -205,8 +209,12 @@ def table_lines(groups: Groups) -> list[str]:
         "| peak: Tidegate | llama.cpp |",
         "|---|---|---|---|---|---|---|---|---|---|---|---|",
     ]
-    for name, engines in groups.items():
-        ours, theirs = engines.get("tidegate", []), engines.get("llama.cpp", [])
+    pairs = [(name, engines, engine) for name, engines in groups.items() for engine in (ENGINES[0], OWN)]
+    for name, engines, engine in pairs:
+        ours, theirs = engines.get(engine, []), engines.get("llama.cpp", [])
+        if engine == OWN and not ours:
+            continue
+        name = f"{name}, own int4" if engine == OWN else name
         cells = [name, f"{len(ours)} / {len(theirs)}"]
         for phase in ("prefill", "decode"):
             a, b = (middle(rows, f"{phase}_tokens_per_s") for rows in (ours, theirs))
@@ -268,6 +276,7 @@ def main() -> None:
     child = commands.add_parser("run")
     child.add_argument("gguf", type=Path)
     child.add_argument("store", type=Path)
+    child.add_argument("--own", type=Path, help="a second store: the same numbers quantized again to the own int4")
     child.add_argument("--out", type=Path, required=True, help="runs are appended, one JSON object a line")
     child.add_argument("--case", default="resident", help=f"{', '.join(CASES)}, or a limit like 1600MB")
     child.add_argument("--rounds", type=int, default=1)

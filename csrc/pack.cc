@@ -8,24 +8,17 @@
 
 namespace tidegate {
 
-extern const QuantizeGroupFn quantize_group_portable;
+extern const Quantizer quantizer_portable;
 #if defined(__x86_64__)
-extern const QuantizeGroupFn quantize_group_avx2;
+extern const Quantizer quantizer_avx2;
 #endif
 
-QuantizeGroupFn quantize_group_fn(Isa isa) {
+const Quantizer& quantizer(Isa isa) {
 #if defined(__x86_64__)
-  if (isa != Isa::portable) return quantize_group_avx2;
+  if (isa != Isa::portable) return quantizer_avx2;
 #endif
   (void)isa;
-  return quantize_group_portable;
-}
-
-float row_scale(const float* w, std::int64_t k) {
-  float largest = 0;
-  for (std::int64_t i = 0; i < k; ++i) largest = std::max(largest, __builtin_fabsf(w[i]));
-  const float scale = largest / (8 * 127.0f);
-  return scale < 0x1p-100f ? 0.0f : scale;
+  return quantizer_portable;
 }
 
 namespace {
@@ -123,16 +116,16 @@ void for_each_panel(Pool& pool, std::int64_t n, PackPanel&& pack_panel) {
 
 void pack(Pool& pool, const float* w, std::int64_t n, std::int64_t k, const WeightFormat& format, std::uint8_t* out) {
   const std::int64_t panel_bytes = format.panel_bytes(k);
-  const QuantizeGroupFn quantize = quantize_group_fn(available_isas().front());
+  const Quantizer& all = quantizer(available_isas().front());
   for_each_panel(pool, n, [&](std::int64_t panel, int rows) {
     const float* const first_row = w + panel * kPanelRows * k;
     std::uint8_t* const target = out + panel * panel_bytes;
     if (!format.is_integer()) return pack_float_panel(first_row, rows, k, format, target);
     float row_scales[kPanelRows] = {};
-    for (int r = 0; r < rows && format.two_level; ++r) row_scales[r] = row_scale(first_row + r * k, k);
+    for (int r = 0; r < rows && format.two_level; ++r) row_scales[r] = all.row_scale(first_row + r * k, k);
     std::uint8_t* const end =
         pack_integer_panel(rows, k, format, target, [&](GroupCodes& group, int r, std::int64_t first, int count) {
-          group.header[r] = quantize(format, first_row + r * k + first, count, row_scales[r], group.code[r]);
+          group.header[r] = all.quantize_group(format, first_row + r * k + first, count, row_scales[r], group.code[r]);
         });
     if (format.two_level) std::memcpy(end, row_scales, sizeof row_scales);
   });

@@ -13,13 +13,13 @@ struct GroupHeader {
   std::int8_t multiplier;
 };
 
-// Codes of w[0..count), 1 <= count <= format.group. Two-level scales need what row_scale gives of the whole row.
-using QuantizeGroupFn = GroupHeader (*)(const WeightFormat& format, const float* w, int count, float row_scale,
-                                        std::uint8_t* codes);
+struct Quantizer {
+  // Codes of w[0..count), 1 <= count <= format.group. Two-level scales need what row_scale gives of the whole row.
+  GroupHeader (*quantize_group)(const WeightFormat& format, const float* w, int count, float row_scale, std::uint8_t* codes);
+  // The scale under which the largest of k weights has the multiplier 127; 0 for rows of almost nothing.
+  float (*row_scale)(const float* w, std::int64_t k);
+};
 
-// The scale under which the largest of k weights has the multiplier 127; 0 for rows of almost nothing.
-float row_scale(const float* w, std::int64_t k);
-
-QuantizeGroupFn quantize_group_fn(Isa isa);
+const Quantizer& quantizer(Isa isa);
 
 }  // namespace tidegate

@@ -3,7 +3,8 @@
 
 namespace tidegate {
 
-extern const QuantizeGroupFn quantize_group_avx2 = quantize_group<1>;
+extern const Quantizer quantizer_avx2;
+const Quantizer quantizer_avx2 = {quantize_group, row_scale};
 
 }  // namespace tidegate
 #endif

@@ -2,6 +2,7 @@
 
 namespace tidegate {
 
-extern const QuantizeGroupFn quantize_group_portable = quantize_group<0>;
+extern const Quantizer quantizer_portable;
+const Quantizer quantizer_portable = {quantize_group, row_scale};
 
 }  // namespace tidegate

@@ -104,7 +104,7 @@ def test_the_bfloat16_form_has_the_logits_of_transformers(tmp_path: Path) -> Non
 
 
 def convert_experts(folder: Path) -> Path:
-    convert(folder / "model", folder / "int4", ConvertOptions("int4"))
+    convert(folder / "model", folder / "int4", ConvertOptions("q4_0"))
     return folder / "int4"
 
 

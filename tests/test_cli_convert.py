@@ -34,7 +34,7 @@ def test_convert_says_what_it_wrote_and_refuses_to_do_it_twice(tmp_path):
     src, dst = checkpoints.checkpoint("olmoe"), tmp_path / "store"
     done = tidegate("convert", src, dst, "--experts", "int8", "--dense", "int4", "--group", "64")
     assert done.returncode == 0, done.stderr
-    assert f"{dst}: " in done.stdout and "(int4-g64)" in done.stdout and "(int8-g64)" in done.stdout
+    assert f"{dst}: " in done.stdout and "(int4-g64-m8)" in done.stdout and "(int8-g64)" in done.stdout
     done = tidegate("convert", src, dst)
     assert done.returncode == 2 and done.stdout == "" and "--overwrite" in done.stderr and done.stderr.count("\n") == 1
     assert tidegate("convert", src, dst, "--overwrite").returncode == 0

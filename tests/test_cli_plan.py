@@ -189,7 +189,7 @@ def test_formats_side_by_side(config: Path) -> None:
     asked = (config, "--ram", "64GiB", "--memory", "4500MiB", "--context", "512", "--experts", "bf16,int8,int4")
     found = json.loads(plan(*asked, "--json").stdout)
     rows = found["formats"]
-    assert [row["experts"] for row in rows] == ["bf16", "int8-g32", "int4-g32"]
+    assert [row["experts"] for row in rows] == ["bf16", "int8-g32", "int4-g32-m8"]
     assert found["expert_formats"][0]["format"] == "bf16", "the card is of the first"
     for name in ("store_bytes", "smallest_bytes"):
         assert [row[name] for row in rows] == sorted((row[name] for row in rows), reverse=True)

@@ -32,20 +32,21 @@ __all__ = ["small_blocks"]
 def test_every_family_to_the_byte(tmp_path, small_blocks, name):
     src = checkpoints.checkpoint(name)
     store = check_store(src, convert(src, tmp_path / "auto"))
-    assert {layout.fmt for layout in store.layouts} <= {Format("int4", 32)}
+    assert {layout.fmt for layout in store.layouts} <= {Format("int4", 32, two_level=True)}
     exact = EXACT if store.layouts else replace(EXACT, experts="auto")
     check_store(src, convert(src, tmp_path / "f32", exact))
 
 
-@pytest.mark.parametrize("experts", ["int4", "int8", "mxfp4", "bf16"])
+@pytest.mark.parametrize("experts", ["int4", "q4_0", "int8", "mxfp4", "bf16"])
 @pytest.mark.parametrize("group", [None, 64, 128])
 def test_every_format(tmp_path, small_blocks, experts, group):
-    dense = {"int4": "int8", "int8": "int4", "mxfp4": "int4", "bf16": "int8"}[experts]
+    dense = {"int4": "int8", "q4_0": "int8", "int8": "int4", "mxfp4": "int4", "bf16": "int8"}[experts]
     src = checkpoints.checkpoint("qwen2_moe")
     store = check_store(src, convert(src, tmp_path / "s", ConvertOptions(experts, dense, group)))
-    expected_group = {"mxfp4": 32, "bf16": 0}.get(experts, group or 32)
-    assert store.layouts[0].fmt == Format(experts, expected_group)
-    assert store.dense["layers.0.qkv"].fmt == Format(dense, group or 32)
+    size = group or 32
+    names = {"int4": f"int4-g{size}-m8", "q4_0": "int4-g32", "int8": f"int8-g{size}", "mxfp4": "mxfp4-g32"}
+    assert str(store.layouts[0].fmt) == names.get(experts, experts)
+    assert str(store.dense["layers.0.qkv"].fmt) == names[dense]
     assert all(entry.fmt is None for name, entry in store.dense.items() if name.endswith(("norm", "router", "bias")))
 
 
@@ -130,6 +131,7 @@ def test_tokenizer_template_and_end_tokens_come_along(tmp_path):
         ({"dense": "mxfp4"}, "--dense mxfp4: choose"),
         ({"group": 48}, "--group 48: choose one of 32, 64, 128"),
         ({"experts": "bf16", "dense": "f32", "group": 64}, "--group 64 has no effect"),
+        ({"experts": "q4_0", "dense": "bf16", "group": 32}, "--group 32 has no effect on q4_0 experts"),
     ],
 )
 def test_bad_options(options, message):

@@ -86,6 +86,20 @@ def test_simple_types_are_kept_to_the_bit(tmp_path, kind):
     )
 
 
+def test_q4_0_is_kept_unless_int4_is_asked_for(tmp_path):
+    src, tensors = mixed_model(
+        tmp_path / "x.gguf", ["Q4_0"] * LAYERS, ["Q4_0"] * LAYERS, dict.fromkeys("qkvo", "Q8_0") | {"embed": "Q4_0"}
+    )
+    want = matrix(tensors["blk.1.ffn_up_exps.weight"], 2)
+    for asked, name in (("auto", "int4-g32"), ("q4_0", "int4-g32"), ("int4", "int4-g32-m8")):
+        store = check_store(src, convert(src, tmp_path / asked, ConvertOptions(experts=asked)))
+        layout = store.layouts[1]
+        assert str(layout.fmt) == str(layout.down_fmt) == name
+        blob = store.read_blob(ExpertKey(1, 2))[layout.up_offset : layout.up_offset + layout.fmt.packed_bytes(F, D)]
+        loss = np.linalg.norm(tw.unpack(blob, layout.fmt, F, D) - want) / np.linalg.norm(want)
+        assert loss < 0.01 if asked == "int4" else loss == 0
+
+
 @pytest.mark.parametrize("kind", ["Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K"])
 def test_k_quants_lose_less_than_a_thousandth(tmp_path, kind):
     src, tensors = mixed_model(

@@ -149,6 +149,10 @@ def test_kernel_rates_between_and_beyond_what_was_measured() -> None:
     machine = replace(assumed_machine(2), dense=rates)
     assert machine.decode_bytes_per_s(Format("int4", 64, True)) == 8.0, "the nearest kind"
     assert machine.decode_bytes_per_s(None) == 32.0
+    both = replace(machine, dense={**rates, "int4-g32-m8": {1: 9.0}})
+    found = [both.decode_bytes_per_s(Format.parse(name)) for name in ("int4-g64", "int4-g32-m8", "int4-g64-m8")]
+    assert found == [8.0, 9.0, 9.0], "the same kind of scales"
+    assert machine.decode_bytes_per_s(Format.parse("int4-g32-m8")) == 8.0
     times = [1 / machine.decode_bytes_per_s(Format("int4", 32), tokens=count) for count in (0.5, 1, 2.5, 4, 256, 512)]
     assert times == pytest.approx([1 / 8, 1 / 8, 3 / 16, 1 / 4, 2, 4])
     assert machine.prefill_macs_per_s(None) == pytest.approx(2.0 * 256 / 4)

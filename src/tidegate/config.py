@@ -18,7 +18,8 @@ OptionKind = Literal["bytes", "int", "float", "flag", "text", "texts"]
 T = TypeVar("T")
 
 # "auto" keeps the source's own quantization where it can; everything else becomes int4 (experts) or int8 (dense).
-EXPERT_KINDS = ("auto", "int4", "int8", "mxfp4", "bf16", "f32")
+# int4 has two-level scales; q4_0 a float16 scale a group, as GGUF has and as experts that are trained for int4 want it.
+EXPERT_KINDS = ("auto", "int4", "q4_0", "int8", "mxfp4", "bf16", "f32")
 DENSE_KINDS = ("auto", "int8", "int4", "bf16", "f32")
 
 

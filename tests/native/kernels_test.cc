@@ -14,6 +14,7 @@
 #include "linear.h"
 #include "moe.h"
 #include "pack.h"
+#include "quantize.h"
 
 namespace {
 
@@ -78,6 +79,25 @@ void test_linear(const WeightFormat& format, std::int64_t tokens, std::int64_t n
     const std::vector<float> got(out.data, out.data + tokens * n);
     if (first.empty()) first = got;
     check(std::memcmp(first.data(), got.data(), got.size() * sizeof(float)) == 0, "linear: the same bits everywhere");
+  }
+}
+
+// Quantizing makes the same bits on every instruction set.
+void test_quantizers(const WeightFormat& format) {
+  for (int count : {1, format.group - 9, format.group}) {
+    const std::vector<float> w = random_floats(count);
+    std::vector<std::vector<std::uint8_t>> found;
+    for (Isa isa : available_isas()) {
+      const Quantizer& one = quantizer(isa);
+      const float row_scale = one.row_scale(w.data(), count);
+      std::vector<std::uint8_t> bits(static_cast<std::size_t>(count) + sizeof(float));
+      const GroupHeader header = one.quantize_group(format, w.data(), count, row_scale, bits.data());
+      std::memcpy(bits.data() + count, &row_scale, sizeof row_scale);
+      for (int part : {int{header.scale}, int{header.min}, int{header.multiplier}})
+        for (int shift : {0, 8}) bits.push_back(static_cast<std::uint8_t>(part >> shift));
+      found.push_back(bits);
+    }
+    for (const auto& bits : found) check(bits == found[0], "quantizing: the same bits everywhere");
   }
 }
 
@@ -147,6 +167,7 @@ void test_moe(const WeightFormat& format, std::int64_t tokens) {
 
 int main() {
   for (const WeightFormat& format : formats()) {
+    if (format.is_integer()) test_quantizers(format);
     for (std::int64_t tokens : {1, 2, 3, 9}) test_linear(format, tokens, 37, 75);
     test_linear(format, 131, 16, 32);
     for (std::int64_t tokens : {1, 11}) test_moe(format, tokens);

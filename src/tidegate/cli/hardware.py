@@ -89,7 +89,7 @@ def _lines(machine: Machine) -> list[str]:
     ]
     for fmt, rates in machine.dense.items():
         experts = f", experts {_by_tokens(machine.experts[fmt])}" if fmt in machine.experts else ""
-        lines.append(f"{fmt:10} {_by_tokens(rates)}{experts}; prompts {_gmacs(machine, fmt):.0f} G multiply-adds/s")
+        lines.append(f"{fmt:11} {_by_tokens(rates)}{experts}; prompts {_gmacs(machine, fmt):.0f} G multiply-adds/s")
     lines.append("int4 by instruction set: " + ", ".join(f"{name} {_gb(rate)}" for name, rate in machine.isas.items()))
     for disk in machine.disk:
         lines.append(

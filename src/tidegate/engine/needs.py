@@ -159,7 +159,7 @@ def alternatives(
         tried = [way for way in family if way.options != options]
         fits = (w for w in tried if needs_of(w.model, w.options, process, threads).smallest_bytes <= budget_bytes)
         out += [next(fits, tried[-1])] if tried else []
-    int4 = Format("int4", 32)
+    int4 = Format("int4", 32, two_level=True)
     if model.layouts:
         out.append(Alternative("--experts int4 (when converting)", Repacked.of(model, experts=int4), options))
     return [*out, Alternative("--dense int4 (when converting)", Repacked.of(model, dense=int4), options)]

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
+from tidegate.checkpoint.convert.options import ConvertOptions
 from tidegate.checkpoint.inventory import count_parameters
 from tidegate.engine.needs import Repacked, needs_of, sizes_of
 from tidegate.plan import Plan, make_plan
@@ -14,7 +15,6 @@ from tidegate.planner.card import QUALITY_COST, Card, expected_process
 from tidegate.planner.forecast import Forecast, make_forecast
 from tidegate.planner.machine import Machine
 from tidegate.planner.routing import expected_hits
-from tidegate.quant.formats import Format
 
 KINDS, SEQUENCES = ("bf16", "int8", "mxfp4", "int4"), (1, 2, 4, 8, 16)
 QUALITY_BOUND = 2.0  # % of perplexity
@@ -60,7 +60,7 @@ def _choices(card: Card, machine: Machine) -> Iterator[Choice]:
     process = expected_process(machine, headers.config.vocab_size)
     fixed = headers.kind == "store" or not headers.layouts
     for kind in [None] if fixed else KINDS:
-        fmt = Format.parse(kind if kind == "bf16" else f"{kind}-g32") if kind else None
+        fmt = ConvertOptions(experts=kind).expert_format(None) if kind else None
         model = Repacked.of(headers, experts=fmt)
         for sequences in SEQUENCES:
             options = replace(card.options, sequences=sequences)

@@ -152,7 +152,7 @@ def _forecast(
 
 
 def _kernels(rates: DeviceRates) -> dict[str, dict[int, float]]:
-    bits = {"int4-g32": 4.5, "mxfp4-g32": 4.5, "int8-g32": 8.5, "bf16": 16.0, "f32": 32.0}
+    bits = {"int4-g32-m8": 4.25, "int4-g32": 4.5, "mxfp4-g32": 4.5, "int8-g32": 8.5, "bf16": 16.0, "f32": 32.0}
     reads = KERNEL_EFFICIENCY * rates.vram_bytes_per_s
     return {
         fmt: {count: min(reads, rates.macs_per_s * size / 8 / count) for count in TOKENS} for fmt, size in bits.items()

@@ -186,6 +186,7 @@ class Machine:
 def assumed_machine(threads: int) -> Machine:
     """Stated defaults, for a machine nobody has measured: a laptop with an SSD."""
     kinds = {
+        "int4-g32-m8": (0.8, 4.25),
         "int4-g32": (0.8, 4.5),
         "mxfp4-g32": (0.8, 4.5),
         "int8-g32": (0.9, 8.5),
@@ -294,6 +295,7 @@ def _nearest(rates: Mapping[str, Rates], fmt: Format | None) -> Rates:
     name = "f32" if fmt is None else str(fmt)
     if name in rates:
         return rates[name]
-    kind = name.partition("-")[0]
-    slowest = min(rates.values(), key=lambda found: found[min(found)])
-    return next((found for known, found in rates.items() if known.partition("-")[0] == kind), slowest)
+    alike = [known for known in rates if known.partition("-")[0] == name.partition("-")[0]]
+    if not alike:
+        return min(rates.values(), key=lambda found: found[min(found)])
+    return rates[max(alike, key=lambda known: known.endswith("-m8") == name.endswith("-m8"))]

@@ -23,8 +23,8 @@ from tidegate.planner.measure_kernels import Kernels
 from tidegate.planner.tiny_store import write_tiny_store
 from tidegate.quant.formats import Format
 
-FORMATS = ("int4-g32", "int8-g32", "mxfp4-g32", "bf16", "f32")
-EXPERT_FORMATS = ("int4-g32", "int8-g32", "mxfp4-g32", "bf16")
+FORMATS = ("int4-g32-m8", "int4-g32", "int8-g32", "mxfp4-g32", "bf16", "f32")
+EXPERT_FORMATS = ("int4-g32-m8", "int4-g32", "int8-g32", "mxfp4-g32", "bf16")
 MEMORY_BYTES, WORKSPACE_BYTES = 512 << 20, 64 << 20
 PROCESSES = 3  # that run the engine: where the kernel puts their threads differs, and stays
 _FILL = 0x33  # a byte that makes every format's scales and floats ordinary numbers

@@ -23,8 +23,8 @@ _SOURCE_SUFFIXES = (".safetensors", ".json", ".jinja")
 @dataclass(frozen=True)
 class ConvertOptions:
     """``auto`` keeps the source's own quantization where a format holds it exactly or within float16 rounding of its
-    scales; everything else becomes int4 (experts) or int8 (dense). ``group`` (None: 32) is the number of inputs that share
-    a scale in int4 and int8."""
+    scales; everything else becomes int4 (experts) or int8 (dense). ``int4`` has two-level scales, ``q4_0`` float16 scales.
+    ``group`` (None: 32) is the number of inputs that share a scale in int4 and int8."""
 
     experts: str = "auto"
     dense: str = "auto"
@@ -39,7 +39,7 @@ class ConvertOptions:
             return
         if self.group not in GROUPS:
             raise UsageError(f"--group {self.group}: choose one of {', '.join(map(str, GROUPS))}")
-        if {self.experts, self.dense} <= {"mxfp4", "bf16", "f32"}:
+        if {self.experts, self.dense} <= {"q4_0", "mxfp4", "bf16", "f32"}:
             raise UsageError(
                 f"--group {self.group} has no effect on {self.experts} experts and {self.dense} dense weights"
             )
@@ -53,7 +53,11 @@ class ConvertOptions:
         return native or self._format("int8") if self.dense == "auto" else self._format(self.dense)
 
     def _format(self, kind: str) -> Format:
-        group = {"int4": self.group or 32, "int8": self.group or 32, "mxfp4": 32}.get(kind, 0)
+        if kind == "int4":
+            return Format("int4", self.group or 32, two_level=True)
+        if kind == "q4_0":
+            return Format("int4", 32)
+        group = {"int8": self.group or 32, "mxfp4": 32}.get(kind, 0)
         return Format(kind, group)  # type: ignore[arg-type]  # kind is one of EXPERT_KINDS here
 
 
