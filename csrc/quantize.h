@@ -16,7 +16,7 @@ struct GroupHeader {
 struct Quantizer {
   // Codes of w[0..count), 1 <= count <= format.group. Two-level scales need what row_scale gives of the whole row.
   GroupHeader (*quantize_group)(const WeightFormat& format, const float* w, int count, float row_scale, std::uint8_t* codes);
-  // The scale under which the largest of k weights has the multiplier 127; 0 for rows of almost nothing.
+  // The scale under which the largest of k weights is 7 with the multiplier 127; 0 for rows of almost nothing.
   float (*row_scale)(const float* w, std::int64_t k);
 };
 

@@ -91,15 +91,16 @@ TIDEGATE_INLINE Vec16 codes_of(Vec16 w, float inverse) {
   return (min(max(w * broadcast(inverse), broadcast(-8.0f)), broadcast(7.0f)) + unit) - unit;
 }
 
-// The least error among a few multipliers: clipping a group's largest weight often pays.
+// The least error among a few multipliers. Clipping a group's largest weight often pays; the last factor makes it 7 instead
+// of -8, as in grids from -7 to 7.
 GroupHeader quantize_two_level(const float* w, int count, int group, float row_scale, std::uint8_t* codes) {
   const float ratio = scale_to_eight(w, largest_magnitude(w, count)) * (row_scale == 0 ? 0.0f : 1.0f / row_scale);
   Vec16 weights[kMaxGroup / kLanes];
   const int vectors = group / kLanes;
   for (int v = 0; v < vectors; ++v) weights[v] = load_weights(w + v * kLanes, std::max(0, count - v * kLanes));
   float best = 0, best_inverse = 0, least = __builtin_inff();
-  for (const float shrink : {1.0f, 0.95f, 0.9f, 0.85f}) {
-    const float multiplier = clamped_round(ratio * shrink, -127, 127), scale = multiplier * row_scale;
+  for (const float factor : {1.0f, 0.95f, 0.9f, static_cast<float>(-8.0 / 7.0)}) {
+    const float multiplier = clamped_round(ratio * factor, -127, 127), scale = multiplier * row_scale;
     const float inverse = scale == 0 ? 0.0f : 1.0f / scale;
     Vec16 squares = broadcast(0.0f);
     for (int v = 0; v < vectors; ++v) {
@@ -126,7 +127,7 @@ GroupHeader quantize_group(const WeightFormat& format, const float* w, int count
 }
 
 float row_scale(const float* w, std::int64_t k) {
-  const float scale = largest_magnitude(w, k) / (8 * 127.0f);
+  const float scale = largest_magnitude(w, k) / (7 * 127.0f);
   return scale < 0x1p-100f ? 0.0f : scale;
 }
 

@@ -97,7 +97,7 @@ def test_q4_0_is_kept_unless_int4_is_asked_for(tmp_path):
         assert str(layout.fmt) == str(layout.down_fmt) == name
         blob = store.read_blob(ExpertKey(1, 2))[layout.up_offset : layout.up_offset + layout.fmt.packed_bytes(F, D)]
         loss = np.linalg.norm(tw.unpack(blob, layout.fmt, F, D) - want) / np.linalg.norm(want)
-        assert loss < 0.01 if asked == "int4" else loss == 0
+        assert loss < 0.05 if asked == "int4" else loss == 0  # a random group's largest code is not always -8 or 7
 
 
 @pytest.mark.parametrize("kind", ["Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K"])

@@ -12,8 +12,8 @@ to float16 after clamping it to +-65504. Per row and group of G inputs (padding 
                   scale = f16((max - min) / L); min = f16(min); code = clamp(rint((w - min) * (1/scale)), 0, L)
 ``mxfp4``         OCP MX: scale = 2^(floor(log2(max|w|)) - 3), its exponent clamped to [-24, 15]; nibble = nearest value,
                   ties to the even nibble, saturating, never -0
-``int4-..-m8``    row scale = max|w| of the row / 1016, 0 if that is below 2^-100; ratio = (w_largest / -8) * (1 / row scale), as
-                  for int4. For each of SHRINKS in turn: multiplier = rint(clamp(ratio * shrink, -127, 127)), codes as for int4
+``int4-..-m8``    row scale = max|w| of the row / 889, 0 if that is below 2^-100; ratio = (w_largest / -8) * (1 / row scale), as
+                  for int4. For each of FACTORS in turn: multiplier = rint(clamp(ratio * factor, -127, 127)), codes as for int4
                   with scale = multiplier * row scale, error = w - row scale * (multiplier * (code - 8)). The first of least
                   error is taken, the errors' squares summed in 16 lanes (input i of the group in lane i % 16, in rising
                   order; padding inputs are zeros), then lane j with j + 8, j + 4, j + 2, j + 1
@@ -43,7 +43,9 @@ ScaleArray = F16Array | NDArray[np.int8]
 MoreArray = F16Array | F32Array | None
 
 _F16_MAX = np.float32(65504)
-_SHRINKS = (1.0, 0.95, 0.9, 0.85)  # of a group's scale: clipping its largest weight often pays
+# What a group's scale is multiplied with. Clipping the largest weight often pays; the last makes it 7 instead of -8, as in
+# grids from -7 to 7.
+_FACTORS = (1.0, 0.95, 0.9, -8 / 7)
 _LEAST_ROW_SCALE = np.float32(2**-100)  # so that the reciprocals of its multiples are finite
 _E2M1_BOUNDS = ((0.5, False), (1.5, True), (2.5, False), (3.5, True), (5.0, False), (7.0, True), (10.0, False))
 
@@ -200,14 +202,14 @@ def _quantize_symmetric(w_NGg: F32Array, offset: int) -> tuple[ByteArray, F16Arr
 
 
 def _quantize_two_level(w_NGg: F32Array) -> tuple[ByteArray, NDArray[np.int8], F32Array]:
-    row_scales = np.abs(w_NGg).max(axis=(1, 2), keepdims=True) / np.float32(8 * 127)
+    row_scales = np.abs(w_NGg).max(axis=(1, 2), keepdims=True) / np.float32(7 * 127)
     row_scales[row_scales < _LEAST_ROW_SCALE] = 0
     largest = np.take_along_axis(w_NGg, np.abs(w_NGg).argmax(axis=2)[:, :, None], axis=2)
     ratios = largest / np.float32(-8) * _reciprocal(row_scales)
     best_codes, best_multipliers = np.zeros(w_NGg.shape, np.float32), np.zeros_like(ratios)
     best_losses = np.full_like(ratios, np.inf)
-    for shrink in _SHRINKS:
-        multipliers = np.rint(np.clip(ratios * np.float32(shrink), -127, 127))
+    for factor in _FACTORS:
+        multipliers = np.rint(np.clip(ratios * np.float32(factor), -127, 127))
         codes = np.clip(np.rint(w_NGg * _reciprocal(multipliers * row_scales)), -8, 7)
         errors = w_NGg - row_scales * (multipliers * codes)
         losses = _sum_in_lanes(errors * errors)
