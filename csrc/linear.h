@@ -52,7 +52,7 @@ struct Walk {
   int prefetch_lines;  // with every group (f32, bf16: with every two inputs); kernels fetch one more for a line of multipliers
 
  private:
-  static constexpr std::int64_t kStreamBytes = 4 << 10;
+  static constexpr std::int64_t kStreamBytes = 6 << 10;
   bool is_stream;
   std::int64_t share_bytes;
 };
