@@ -147,7 +147,9 @@ void bind_loader(nb::module_& m) {
       .def_ro("got_bytes", &LoadFailure::got_bytes)
       .def_ro("error", &LoadFailure::error)
       .def_ro("wanted_crc32", &LoadFailure::wanted_crc32)
-      .def_ro("got_crc32", &LoadFailure::got_crc32);
+      .def_ro("got_crc32", &LoadFailure::got_crc32)
+      .def_ro("layer", &LoadFailure::layer)
+      .def_ro("expert", &LoadFailure::expert);
   nb::class_<LoaderCounters>(m, "LoaderCounters")
       .def_ro("demand_loads", &LoaderCounters::demand_loads)
       .def_ro("speculative_loads", &LoaderCounters::speculative_loads)
@@ -171,8 +173,9 @@ void bind_loader(nb::module_& m) {
       }, "files"_a, "addresses"_a, "slot_bytes"_a, "threads"_a, "chunk_bytes"_a, "verify"_a,
            "The caller keeps the slots' memory until close().")
       .def("load", [](Loader& loader, int slot, int file, std::int64_t offset, std::int64_t nbytes, std::uint32_t crc,
-                      bool demand) { loader.load(slot, {file, offset, nbytes, crc, demand}); },
-           "slot"_a, "file"_a, "offset"_a, "nbytes"_a, "crc32"_a, "demand"_a)
+                      bool demand, int layer, int expert) {
+        loader.load(slot, {file, offset, nbytes, crc, demand, layer, expert});
+      }, "slot"_a, "file"_a, "offset"_a, "nbytes"_a, "crc32"_a, "demand"_a, "layer"_a = -1, "expert"_a = -1)
       .def("cancel", &Loader::cancel, "slot"_a)
       .def("promote", &Loader::promote, "slot"_a)
       .def("wait", [](Loader& loader, int slot) { return loader.wait_ready(slot) != nullptr; }, "slot"_a, NoGil(),

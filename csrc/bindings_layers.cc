@@ -1,7 +1,10 @@
 // Python's view of whole layers.
+#include <nanobind/stl/optional.h>
 #include <nanobind/stl/tuple.h>
 #include <nanobind/stl/vector.h>
 
+#include <algorithm>
+#include <optional>
 #include <stdexcept>
 #include <tuple>
 
@@ -10,7 +13,49 @@
 
 using namespace tidegate;
 
+namespace {
+
+// A copy in a numpy array of this shape.
+template <class T, std::size_t N>
+nb::ndarray<nb::numpy, T, nb::ndim<N>> to_numpy(const std::vector<T>& values, const std::size_t (&shape)[N]) {
+  T* const data = new T[values.size()];
+  std::copy(values.begin(), values.end(), data);
+  const nb::capsule owner(data, [](void* p) noexcept { delete[] static_cast<T*>(p); });
+  return nb::ndarray<nb::numpy, T, nb::ndim<N>>(data, N, shape, owner);
+}
+
+void bind_run_layer(nb::module_& m) {
+  nb::class_<LayerWeights>(m, "LayerWeights", "A MoE layer but for its experts; see moe.h.")
+      .def("__init__", [](LayerWeights* self, const NormWeights& norm, const RouterParams& router, const ExpertLayout& layout,
+                          const ActivationParams& activation, const PackedMatrix* gate_up, const PackedMatrix* down) {
+        new (self) LayerWeights{norm, router, layout, activation, gate_up ? std::optional(*gate_up) : std::nullopt,
+                                down ? std::optional(*down) : std::nullopt};
+      }, "norm"_a, "router"_a, "layout"_a, "activation"_a, "shared_gate_up"_a.none(), "shared_down"_a.none(), nb::keep_alive<1, 2>(),
+           nb::keep_alive<1, 3>(), nb::keep_alive<1, 6>(), nb::keep_alive<1, 7>());
+  nb::class_<Routed>(m, "Routed", "A layer's rows that the cache did not serve; see moe.h.")
+      .def_ro("failed_slot", &Routed::failed_slot)
+      .def("routing", [](const Routed& r) {
+        const auto rows = static_cast<std::size_t>(r.normed.rows), k = rows == 0 ? 0 : r.ids.size() / rows;
+        return nb::make_tuple(to_numpy<std::int32_t, 2>(r.ids, {rows, k}), to_numpy<float, 2>(r.weights, {rows, k}));
+      }, "Expert ids and weights [T, K].");
+  m.def("run_layer", [](Compute& compute, const Matrix& x, const LayerWeights& layer, LayerCache& cache, const Sight* sight) {
+    Routed r;
+    {
+      const nb::gil_scoped_release released;
+      r = run_layer(compute, x, layer, cache, sight);
+    }
+    const Matrix normed = r.normed;
+    const std::optional<Matrix> out = r.out, shared = r.shared;
+    return nb::make_tuple(normed, out, shared, out ? nb::none() : nb::cast(std::move(r)));
+  }, "compute"_a, "x"_a, "layer"_a, "cache"_a, "sight"_a.none(),
+        "(the normed rows, the experts' sum, the shared expert, None); or no sum and what was routed if the cache does not serve "
+        "such a step, or a load has failed.");
+}
+
+}  // namespace
+
 void bind_layers(nb::module_& m) {
+  bind_run_layer(m);
   nb::class_<LayerAtHand>(m, "LayerAtHand", "What run_at_hand needs of a layer.")
       .def("__init__", [](LayerAtHand* self, const NormWeights& attention_norm, const PackedMatrix& qkv, const GroupedAttention& attention,
                           const PackedMatrix& out, const NormWeights& moe_norm, const RouterParams& router, const ExpertLayout& layout,

@@ -28,14 +28,7 @@ void DecayedUses::use(const std::vector<int>& experts) {
 }
 
 int DecayedUses::lowest(const std::vector<int>& kept) const {
-  int lowest = -1;
-  for (std::size_t e = 0; e < heat_.size(); ++e) {
-    if (!resident_[e]) continue;
-    const auto best = static_cast<std::size_t>(lowest);
-    if (lowest >= 0 && (heat_[e] > heat_[best] || (heat_[e] == heat_[best] && last_use_[e] >= last_use_[best]))) continue;
-    if (std::find(kept.begin(), kept.end(), static_cast<int>(e)) == kept.end()) lowest = static_cast<int>(e);
-  }
-  return lowest;
+  return lowest_unless([&](int expert) { return std::find(kept.begin(), kept.end(), expert) != kept.end(); });
 }
 
 std::vector<int> DecayedUses::ranks(const std::vector<int>& experts) const {

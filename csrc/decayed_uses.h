@@ -20,6 +20,18 @@ class DecayedUses {
   // The resident expert of lowest value that is not in `kept`, -1 if there is none. Ties go to the one that was used longest ago,
   // then to the lower id.
   int lowest(const std::vector<int>& kept) const;
+  // The same, `kept` being a function of an expert.
+  template <class Kept>
+  int lowest_unless(const Kept& is_kept) const {
+    int lowest = -1;
+    for (std::size_t e = 0; e < heat_.size(); ++e) {
+      if (!resident_[e]) continue;
+      const auto best = static_cast<std::size_t>(lowest);
+      if (lowest >= 0 && (heat_[e] > heat_[best] || (heat_[e] == heat_[best] && last_use_[e] >= last_use_[best]))) continue;
+      if (!is_kept(static_cast<int>(e))) lowest = static_cast<int>(e);
+    }
+    return lowest;
+  }
   // For each how many experts are worth more; the number of experts for one that was never used.
   std::vector<int> ranks(const std::vector<int>& experts) const;
 

@@ -4,22 +4,19 @@
 #include <cmath>
 #include <stdexcept>
 
+#include "clock.h"
+
 namespace tidegate {
 namespace {
 
 constexpr std::int64_t kToldBefore = 4, kMostTold = 16;
 
-Odds::Worthy weigh(Odds& odds, Gate& gate, const Matrix& x, int layer, Distance distance, const LayerBook& here) {
-  gate.look(x);
-  return odds.weigh(layer, distance, gate.experts(), gate.margins(), gate.most(), here, gate.top_k());
-}
-
 }  // namespace
 
 Gate::Gate(Compute& compute, const PackedMatrix& weight, float* bias, std::optional<NormWeights> norm, int top_k, int most)
     : compute_(compute), weight_(weight), bias_(bias), norm_(norm), top_k_(top_k), most_(most),
-      said_(static_cast<std::size_t>(weight.n)), told_(kToldBefore), order_(said_.size()),
-      margins_(static_cast<std::size_t>(most)) {
+      said_(static_cast<std::size_t>(weight.n)), told_(kToldBefore), order_(static_cast<std::size_t>(most)),
+      margins_(order_.size()) {
   if (weight.bias != bias) throw std::invalid_argument("gate: the bias is not the weight's");
   if (top_k < 1 || top_k > most || most > weight.n) throw std::invalid_argument("gate: 1 <= top_k <= most <= experts");
 }
@@ -49,15 +46,26 @@ void Gate::follow(const float* heard) {
   for (std::size_t e = 0; e < said_.size(); ++e) bias_[e] += static_cast<float>(share) * (heard[e] - said_[e]);
 }
 
-Odds::Worthy Sight::at_start(const Matrix& x) const {
-  return start == nullptr ? Odds::Worthy{} : weigh(*odds, *start, x, layer, kAtStart, *here);
+void Sight::at_start(const Matrix& x) const {
+  if (start == nullptr) return;
+  const std::int64_t start_ns = now_ns();
+  look(*start, x, layer, kAtStart, *here);
+  here->counts().guess_ns += now_ns() - start_ns;
 }
 
-Odds::Worthy Sight::after_route(const Matrix& x, const std::vector<int>& needed, const float* heard) const {
+void Sight::after_route(const Matrix& x, const std::vector<int>& needed, const float* heard) const {
   odds->learn(layer, needed);
   if (start != nullptr) start->follow(heard);
   if (before != nullptr) before->follow(heard);
-  return next == nullptr ? Odds::Worthy{} : weigh(*odds, *next, x, layer + 1, kAhead, *there);
+  if (next != nullptr) look(*next, x, layer + 1, kAhead, *there);
+}
+
+void Sight::look(Gate& gate, const Matrix& x, int at, Distance distance, LayerCache& cache) const {
+  gate.look(x);
+  const Odds::Worthy found = odds->weigh(at, distance, gate.experts(), gate.margins(), gate.most(), cache.book(), gate.top_k());
+  cache.counts().prefetch_dropped += found.num_dropped;
+  for (const auto& [expert, worth] : found.loads)
+    if (cache.prefetch(expert, worth, gate.experts(), gate.top_k())) odds->loaded(at, expert);
 }
 
 }  // namespace tidegate

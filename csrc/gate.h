@@ -44,18 +44,21 @@ class Gate {
   std::vector<float> margins_;
 };
 
-// What is guessed about a layer and from it, for steps of one token. Gates may be null; all is borrowed.
+// What is guessed about a layer and from it, for steps of one token, and loaded ahead. Gates may be null; all is borrowed.
 struct Sight {
   Odds* odds = nullptr;
   int layer = 0;
   Gate *start = nullptr, *before = nullptr;  // at this layer's router: from the layer's start, and from the router before it
   Gate* next = nullptr;                      // at the next layer's router
-  const LayerBook *here = nullptr, *there = nullptr;  // of this layer and of the next one
+  LayerCache *here = nullptr, *there = nullptr;  // of this layer and of the next one
 
   // `x` [1, D]: what the layer's attention is about to read.
-  Odds::Worthy at_start(const Matrix& x) const;
+  void at_start(const Matrix& x) const;
   // `x` [1, D]: what the layer's router saw, and `heard` said of it; it needs these experts. Odds and biases follow.
-  Odds::Worthy after_route(const Matrix& x, const std::vector<int>& needed, const float* heard) const;
+  void after_route(const Matrix& x, const std::vector<int>& needed, const float* heard) const;
+
+ private:
+  void look(Gate& gate, const Matrix& x, int at, Distance distance, LayerCache& cache) const;
 };
 
 }  // namespace tidegate

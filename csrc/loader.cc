@@ -3,10 +3,10 @@
 #include <sched.h>
 
 #include <algorithm>
-#include <chrono>
 #include <stdexcept>
 #include <string>
 
+#include "clock.h"
 #include "crc32.h"
 #include "pool.h"
 
@@ -23,11 +23,6 @@ inline void pause_briefly() {
 #elif defined(__aarch64__)
   asm volatile("yield");
 #endif
-}
-
-std::int64_t now_ns() {
-  return std::chrono::duration_cast<std::chrono::nanoseconds>(std::chrono::steady_clock::now().time_since_epoch())
-      .count();
 }
 
 }  // namespace
@@ -272,7 +267,8 @@ void Loader::finish(const Job& job, JobEnd end) {
       break;
     case JobEnd::kFailed:
       ++counters_.failed_loads;
-      s.failure = {request.file, request.offset, request.nbytes, job.done_bytes, job.error, request.crc32, job.crc32};
+      s.failure = {request.file, request.offset, request.nbytes, job.done_bytes, job.error, request.crc32, job.crc32,
+                   request.layer, request.expert};
       set_state(s, SlotState::kFailed);
       break;
     case JobEnd::kStopped:  // by a demand load; the progress is kept

@@ -24,6 +24,7 @@ struct LoadRequest {
   std::int64_t nbytes = 0;
   std::uint32_t crc32 = 0;  // compared only by a verifying loader
   bool demand = true;
+  int layer = -1, expert = -1;  // for who explains a failure
 };
 
 // Why a slot is kFailed. ``offset`` is where the blob begins; ``got_bytes`` of ``wanted_bytes`` arrived. ``error`` is an
@@ -36,6 +37,7 @@ struct LoadFailure {
   int error = 0;
   std::uint32_t wanted_crc32 = 0;
   std::uint32_t got_crc32 = 0;
+  int layer = -1, expert = -1;
 };
 
 struct LoaderOptions {

@@ -45,6 +45,7 @@ Odds::Worthy Odds::weigh(int layer, int distance, const std::int32_t* ranked, co
     else if (rank < per_token)
       ++out.num_dropped;
   }
+  num_worthy += static_cast<std::int64_t>(out.loads.size());
   return out;
 }
 

@@ -6,7 +6,7 @@
 #include <vector>
 
 #include "decayed_uses.h"
-#include "layer_book.h"
+#include "layer_cache.h"
 
 namespace tidegate {
 
@@ -30,7 +30,8 @@ class Odds {
        const Demands& demands);
 
   Demands demands;
-  std::int64_t num_guesses = 0, num_missing = 0;  // so far, and how many experts they named that were not here
+  // So far; how many experts they named that were not here; and how many of those were worth a load.
+  std::int64_t num_guesses = 0, num_missing = 0, num_worthy = 0;
 
   struct Worthy {
     std::vector<std::pair<int, double>> loads;  // experts and their odds, best guess first

@@ -3,7 +3,6 @@
 #include <algorithm>
 #include <cmath>
 #include <limits>
-#include <numeric>
 #include <stdexcept>
 #include <vector>
 
@@ -145,14 +144,20 @@ void route(Compute& compute, const Matrix& x, const RouterParams& router, std::i
 }
 
 void rank_row(const float* row, int num_experts, int top_k, int most, std::int32_t* order, float* margins) {
-  std::iota(order, order + num_experts, 0);
-  const auto better = [row](std::int32_t a, std::int32_t b) { return row[a] != row[b] ? row[a] > row[b] : a < b; };
-  std::partial_sort(order, order + most, order + num_experts, better);
-  double sum = 0.0, squares = 0.0;
-  for (int e = 0; e < num_experts; ++e) sum += row[e];
-  const double mean = sum / num_experts;
-  for (int e = 0; e < num_experts; ++e) squares += (row[e] - mean) * (row[e] - mean);
-  const double deviation = std::sqrt(squares / num_experts) + 1e-30;
+  // The best so far are kept in order: most numbers are below the last of them, and among equals the earlier stays ahead.
+  int count = 0;
+  for (int e = 0; e < num_experts; ++e) {
+    if (count == most && !(row[e] > row[order[most - 1]])) continue;
+    int place = count < most ? count++ : most - 1;
+    for (; place > 0 && row[e] > row[order[place - 1]]; --place) order[place] = order[place - 1];
+    order[place] = e;
+  }
+  constexpr int kLanes = 4;
+  double sums[kLanes] = {}, squares[kLanes] = {};
+  for (int e = 0; e < num_experts; ++e) sums[e % kLanes] += row[e];
+  const double mean = (sums[0] + sums[1] + sums[2] + sums[3]) / num_experts;
+  for (int e = 0; e < num_experts; ++e) squares[e % kLanes] += (row[e] - mean) * (row[e] - mean);
+  const double deviation = std::sqrt((squares[0] + squares[1] + squares[2] + squares[3]) / num_experts) + 1e-30;
   const auto score = [&](int place) { return static_cast<double>(row[order[place]]); };
   const double edge = 0.5 * (score(top_k - 1) + score(std::min(top_k, most - 1)));
   for (int place = 0; place < most; ++place) {
@@ -164,7 +169,7 @@ void rank_row(const float* row, int num_experts, int top_k, int most, std::int32
 Ranking rank(const Matrix& scores, int top_k, int most) {
   if (top_k < 1 || top_k > most || most > scores.cols) throw std::invalid_argument("rank: 1 <= top_k <= most <= experts");
   Ranking out;
-  std::vector<std::int32_t> order(static_cast<std::size_t>(scores.cols));
+  std::vector<std::int32_t> order(static_cast<std::size_t>(most));
   std::vector<float> margins(static_cast<std::size_t>(most));
   for (std::int64_t t = 0; t < scores.rows; ++t) {
     rank_row(scores.row(t), static_cast<int>(scores.cols), top_k, most, order.data(), margins.data());
@@ -175,6 +180,10 @@ Ranking rank(const Matrix& scores, int top_k, int most) {
 }
 
 void mean_row(const Matrix& rows, float* out) {
+  if (rows.rows == 1) {
+    std::copy_n(rows.data, rows.cols, out);
+    return;
+  }
   std::fill_n(out, rows.cols, 0.0f);
   for (std::int64_t t = 0; t < rows.rows; ++t)
     for (std::int64_t c = 0; c < rows.cols; ++c) out[c] += rows.row(t)[c];

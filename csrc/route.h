@@ -41,7 +41,7 @@ struct Ranking {
 };
 inline constexpr double kLargestMargin = 8.0;
 Ranking rank(const Matrix& scores, int top_k, int most);
-// The same of one row: the first `most` of `order` [num_experts] and `margins` [most].
+// The same of one row, into `order` and `margins` [most].
 void rank_row(const float* row, int num_experts, int top_k, int most, std::int32_t* order, float* margins);
 
 // The mean of the rows, into `out` [cols].

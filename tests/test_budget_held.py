@@ -69,10 +69,10 @@ def test_prefill_of_1300_tokens_touches_every_expert_once_a_chunk(store: Path, v
         ledger.check()
     layers = {layer for layer, _ in visits}
     assert all(frozenset().union(*(e for la, e in visits if la == layer)) == frozenset(range(24)) for layer in layers)
-    assert len(visits) == 4 * (6 + 1), "six chunks and one decode step"
+    assert len(visits) == 4 * 6, "six chunks; the decode step's visits are native"
     # A speculative load that is asked for while it runs counts among the loader's demand loads.
     assert counters.misses <= loads.demand_loads <= counters.misses + counters.prefetch_hits
-    assert loads.demand_loads <= sum(len(experts) for _, experts in visits)
+    assert loads.demand_loads <= sum(len(experts) for _, experts in visits) + 4 * 3
     if prefetch == "off":
         assert loads.demand_loads == counters.misses and counters.prefetch_issued == 0
     assert counters.misses > 4 * 24, "slots are few, so experts come back"

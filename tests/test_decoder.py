@@ -40,7 +40,7 @@ def test_a_failed_load_leaves_a_consistent_cache_and_the_step_can_be_tried_again
         broken.run([(0, ids[:20])])
     cache = broken.decoder.experts.cache
     cache.check_integrity()
-    assert not any(book.pinned for book in cache._layers)
+    assert not any(cache.book(layer).pinned() for layer in range(cache.num_layers))
     assert np.array_equal(broken.run([(0, ids[:20])])[0], wanted)
 
 

@@ -3,6 +3,7 @@
 import json
 import subprocess
 import sys
+from contextlib import nullcontext
 from pathlib import Path
 
 import numpy as np
@@ -108,6 +109,26 @@ def test_the_engines_prefetch_runs_in_the_simulator(
         name: live[name] for name in TIMELESS_COUNTERS
     }
     assert found.prefetch_hits > 0
+
+
+@pytest.mark.parametrize("sequences", [1, 3])
+def test_native_steps_are_those_that_a_trace_records(store: Path, tmp_path: Path, sequences: int) -> None:
+    """Whoever records takes the Python way through the same book of slots."""
+    with load_model(store, sequences=sequences) as model:
+        needs = model.plan.needs
+    memory = needs.budget_for(needs.num_layers * (needs.min_slots + 3))
+    found = []
+    for is_recorded in (True, False):
+        with load_model(store, memory=memory, sequences=sequences, prefetch="off") as model:
+            with model.trace(tmp_path / "t.trace") if is_recorded else nullcontext():
+                prompts = [[5 * one + 1, 2, 3] for one in range(sequences)]
+                answers = model.generate(prompts, max_tokens=150, ignore_eos=True, temperature=1.0, seed=4)
+            model.runtime.cache.check_integrity()
+            stats = model.stats()
+            slots = [model.runtime.cache.capacity(layer) for layer in range(needs.num_layers)]
+            found.append(([one.token_ids for one in answers], {name: stats[name] for name in TIMELESS_COUNTERS}, slots))
+    assert found[0] == found[1]
+    assert min(found[0][1]["misses"], found[0][1]["demand_hits"]) > 300
 
 
 def test_a_trace_ends_with_its_block_and_an_error_leaves_no_file(store: Path, tmp_path: Path) -> None:

@@ -4,13 +4,14 @@ import numpy as np
 import pytest
 
 from attention_cases import cpu_backend
-from tidegate import _core
 from tidegate.backends.base import Backend, Norm, Router
 from tidegate.backends.cpu_attention import _NativeGate
 from tidegate.backends.reference import ReferenceBackend
-from tidegate.experts.base import InstantLoader
+from tidegate.checkpoint.store import Blob
+from tidegate.experts.base import CacheCounters
 from tidegate.experts.cache import ExpertCache
 from tidegate.experts.gates_file import own_gates_bytes, pack_gates
+from tidegate.experts.loader import LoaderOptions, NativeLoader
 from tidegate.experts.lookahead import AHEAD, AT_START, Lookahead
 from tidegate.experts.policy import POLICIES
 from tidegate.model_config import MoeConfig
@@ -71,25 +72,41 @@ def test_biases_follow_what_the_routers_say_beyond_the_gates(
     assert (cpu > fixed + 0.2).all() and (cpu > 0.75).all()
 
 
-def _prefetched(*, natively: bool) -> tuple[list[list[int]], list[bytes], object]:
-    """What one token after the other needs and has in memory, as each gate is asked; the gates' biases; and the counters."""
-    backend, layers = cpu_backend(), _layers(PLAIN)
+class _Disk:
+    """A loader of experts of one page each. Loads are waited for when they are asked for."""
+
+    def __init__(self, path) -> None:
+        (path / "experts").write_bytes(bytes(4096 * 2 * EXPERTS))
+        self.paths = [path / "experts"]
+        memory = np.zeros(4096 * (EXPERTS + 1), np.uint8)
+        skip = -memory.ctypes.data % 4096
+        slots = [memory[skip + 4096 * slot : skip + 4096 * (slot + 1)] for slot in range(EXPERTS)]
+        self.loader = NativeLoader(self, slots, LoaderOptions(chunk_bytes=4096))
+
+    def blob(self, key) -> Blob:
+        return Blob(0, 4096 * (EXPERTS * key.layer + key.expert), 4096, 0)
+
+    def settle(self, cache) -> None:
+        for layer in range(2):
+            for expert in cache.residents(layer):
+                self.loader.wait(cache.book(layer).slot_of(expert))
+
+
+def _prefetched(path, *, natively: bool) -> tuple[list[list[int]], list[bytes], CacheCounters]:
+    """What one token after the other needs and has in memory; the gates' biases; and the counters."""
+    backend, layers, disk = cpu_backend(), _layers(PLAIN), _Disk(path)
     memory = np.zeros(own_gates_bytes(2, EXPERTS, HIDDEN), np.uint8)
     linears = pack_gates(own_gates(layers), memory, 1)
     guesser = Gates(backend, layers, linears, PLAIN)
-    cache = ExpertCache([EXPERTS // 2] * 2, EXPERTS, POLICIES["decayed-lfu"], InstantLoader())
+    cache = ExpertCache([EXPERTS // 2] * 2, EXPERTS, POLICIES["decayed-lfu"], disk.loader, share=True)
     lookahead = Lookahead(cache, TOP_K, lambda: 0.1)
-    sights = guesser.sights(lookahead.odds, lookahead.books()) if natively else None
+    sights = guesser.sights(lookahead.odds, lookahead.natives()) if natively else None
     from_numpy, seen = backend.compute.from_numpy, []
     attention_D = 0.5 * _normal(1, HIDDEN)
 
     def told(guess) -> None:
         for ranked, margins in zip(guess.experts_TG, guess.margins_TG, strict=True) if guess else ():
             lookahead.foresee(guess.layer, guess.distance, ranked, margins)
-
-    def found(layer, worth) -> None:
-        if worth is not None:
-            lookahead.load(layer, *worth)
 
     for token in range(3 * TOKENS):
         backend.compute.release(0)
@@ -99,39 +116,52 @@ def _prefetched(*, natively: bool) -> tuple[list[list[int]], list[bytes], object
             if sights is None:
                 told(guesser.at_start(layer, from_numpy(x)))
             else:
-                found(layer, sights[layer].at_start(from_numpy(x)))
+                sights[layer].at_start(from_numpy(x))
+            disk.settle(cache)
             x = from_numpy(x + attention_D)
             normed, routing = backend.norm_route(x, layers[layer].norm, layers[layer].router)
             needed = sorted(routing.topk_expert_ids_TK[0].tolist())
-            for _ in cache.visit(layer, needed, [needed]):
-                pass
             if sights is None:
+                visit = cache.visit(layer, needed, [needed])
+                next(visit)
                 lookahead.after_route(layer, needed)
                 told(guesser.after_route(layer, normed, routing.said_E))
+                disk.settle(cache)
+                visit.close()
             else:
-                cache.cancel_refuted(layer)
-                found(layer + 1, sights[layer].after_route(normed, needed, routing.said_E))
-            seen.append([*needed, *sorted(cache.resident(layer)), *sorted(cache.resident(1))])
+                native = cache.native(layer)
+                assert native.serves(needed, 1) and not native.serves(needed, 17)
+                native.visit(needed)
+                native.cancel_refuted()
+                sights[layer].after_route(normed, needed, routing.said_E)
+                disk.settle(cache)
+                native.leave(needed)
+            seen.append([*needed, *sorted(cache.resident(layer)), *sorted(cache.resident(1)), cache.capacity(0)])
+    cache.check_integrity()
+    disk.loader.close()
     return seen, [linear.bias.tobytes() for linear in linears.values()], cache.counters
 
 
-def test_one_token_natively_is_the_same() -> None:
-    plain, native = _prefetched(natively=False), _prefetched(natively=True)
+def test_one_token_natively_is_the_same(tmp_path) -> None:
+    plain, native = (_prefetched(tmp_path, natively=natively) for natively in (False, True))
     assert plain == native
-    assert native[2].prefetch_hits > 20 and native[2].prefetch_dropped > 20
+    assert native[2].prefetch_hits > 20 and native[2].prefetch_dropped > 20 and native[2].misses > 20
 
 
-def test_a_gate_refuses_what_does_not_fit() -> None:
-    layers = _layers(PLAIN)
+def test_a_gate_refuses_what_does_not_fit(tmp_path) -> None:
+    layers, disk = _layers(PLAIN), _Disk(tmp_path)
     memory = np.zeros(own_gates_bytes(2, EXPERTS, HIDDEN), np.uint8)
     linear, backend = pack_gates(own_gates(layers), memory, 1)["start.1"], cpu_backend()
     for top_k, most in ((0, 4), (5, 4), (4, EXPERTS + 1)):
         with pytest.raises(ValueError, match="top_k"):
             backend.make_gate(linear, None, top_k, most)
     gate = backend.make_gate(linear, None, TOP_K, 2 * TOP_K)
-    odds = Lookahead(ExpertCache([4] * 2, EXPERTS, POLICIES["lru"], InstantLoader()), TOP_K, lambda: 0.0).odds
-    with pytest.raises(ValueError, match="book"):
-        backend.make_sight(odds, 0, (None, None, gate), (_core.LayerBook(EXPERTS), None))
-    sight = backend.make_sight(odds, 1, (gate, None, None), (_core.LayerBook(EXPERTS), None))
+    lookahead = Lookahead(ExpertCache([4] * 2, EXPERTS, POLICIES["decayed-lfu"], disk.loader), TOP_K, lambda: 0.0)
+    here = lookahead.natives()[0]
+    with pytest.raises(ValueError, match="cache"):
+        backend.make_sight(lookahead.odds, 0, (None, None, gate), (here, None))
+    sight = backend.make_sight(lookahead.odds, 1, (gate, None, None), (here, None))
     with pytest.raises(ValueError, match="one row"):
         sight.at_start(backend.compute.from_numpy(_normal(0, 2, HIDDEN)))
+    assert Lookahead(ExpertCache([4] * 2, EXPERTS, POLICIES["lru"], disk.loader), TOP_K, lambda: 0.0).natives() is None
+    disk.loader.close()

@@ -138,9 +138,13 @@ def test_many_tokens_on_one_expert():
 
 
 def book_of(slot_of_E):
-    book = _core.LayerBook(len(slot_of_E))
-    for expert, slot in enumerate(slot_of_E):
-        book.insert(expert, slot, False)
+    """-1: the expert has no slot."""
+    book = _core.LayerBook(len(slot_of_E), 0, len(slot_of_E))
+    for slot in range(len(slot_of_E)):
+        if slot in slot_of_E:
+            book.insert(slot_of_E.index(slot), False)
+        else:
+            book.give_slot()
     return book
 
 

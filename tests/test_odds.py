@@ -67,9 +67,9 @@ def _odds() -> _core.Odds:
 
 
 def _book(here: list[int]) -> _core.LayerBook:
-    book = _core.LayerBook(NUM_EXPERTS)
-    for slot, expert in enumerate(here):
-        book.insert(expert, slot, False)
+    book = _core.LayerBook(NUM_EXPERTS, 0, NUM_EXPERTS)
+    for expert in here:
+        book.insert(expert, False)
     return book
 
 
@@ -151,7 +151,7 @@ def test_what_is_no_expert_is_refused() -> None:
     with pytest.raises(ValueError, match="margin"):
         odds.weigh(0, 0, [1], [], book, 1)
     uses = _core.DecayedUses(NUM_EXPERTS, HALF_LIFE)
-    for call in (lambda expert: odds.loaded(LAYERS, expert), lambda expert: book.insert(expert, 0, False)):
+    for call in (lambda expert: odds.loaded(LAYERS, expert), lambda expert: book.insert(expert, False)):
         with pytest.raises(IndexError):
             call(NUM_EXPERTS)
     for call in (

@@ -56,7 +56,7 @@ def test_a_deal_keeps_every_slot_and_every_limit(data: st.DataObject) -> None:
         shares.observe(layer, data.draw(st.lists(st.integers(0, experts), max_size=min(capacities))))
     dealt = shares.deal(capacities)
     assert sum(dealt) == sum(capacities) and shares.deal(dealt) is not None
-    assert all(min(shares.most_needed, *capacities) <= slots <= experts for slots in dealt)
+    assert all(min(shares.native.most_needed, *capacities) <= slots <= experts for slots in dealt)
     assert not shares.is_due
 
 

@@ -199,6 +199,18 @@ class ExpertSlots(ABC):
 
 
 @dataclass(frozen=True)
+class MoeLayer:
+    """A layer of routed experts, but for those, and its shared expert if it has one."""
+
+    norm: Norm
+    router: Router
+    layout: ExpertLayout
+    activation: tuple[str, float, float]
+    shared_gate_up: Linear | None = None
+    shared_down: Linear | None = None
+
+
+@dataclass(frozen=True)
 class LayerAtHand:
     """A layer of grouped attention and routed experts; ``book`` as in ``moe_at_hand``."""
 
@@ -292,11 +304,11 @@ class Backend(ABC, Generic[A]):
         odds: _core.Odds,
         layer: int,
         gates: tuple[Gate[A] | None, Gate[A] | None, Gate[A] | None],
-        books: tuple[_core.LayerBook, _core.LayerBook | None],
+        caches: tuple[_core.LayerCache, _core.LayerCache | None],
     ) -> _core.Sight | None:
-        """What steps of one token guess about MoE layer ``layer`` and from it, in one call each; None where calls cost nothing.
-        ``gates``: from the layer's start and from the router before it, both at its router, and from there at the next one;
-        ``books`` of this layer and of the next."""
+        """What steps of one token guess about MoE layer ``layer`` and from it and load ahead, in one call each; None where calls
+        cost nothing. ``gates``: from the layer's start and from the router before it, both at its router, and from there at the
+        next one; ``caches`` of this layer and of the next."""
         return None
 
     @abstractmethod
@@ -325,6 +337,14 @@ class Backend(ABC, Generic[A]):
     ) -> tuple[A, A, int] | None:
         """``norm_route`` and ``moe`` in one call: ``x`` normed, the sum, and of how many experts; ``book`` says where each
         expert is. None, and nothing done, if one of them is not ready or was never used, or where calls cost nothing."""
+        return None
+
+    def run_moe(
+        self, x: A, layer: MoeLayer, cache: _core.LayerCache, sight: _core.Sight | None
+    ) -> tuple[A, A | None, A | None, _core.Routed | None] | None:
+        """``norm_route``, a visit of ``cache``, ``sight``'s guesses and ``moe`` in one call: ``x`` normed, the sum, and what the
+        shared expert made of it. No sum, but the rest of the story, if the cache does not serve such steps, then nothing was
+        visited, or if a load has failed. None, and nothing done, where calls cost nothing."""
         return None
 
     def run_at_hand(self, x: A, layers: LayersAtHand) -> tuple[int, int]:

@@ -15,6 +15,7 @@ from tidegate.backends.base import (
     KvLayout,
     LayersAtHand,
     Linear,
+    MoeLayer,
     Norm,
     Ranking,
     Rope,
@@ -56,6 +57,7 @@ class AttentionOps(LinearOps):
         self._grouped: dict[int, tuple[_core.GroupedAttention, AttentionWeights]] = {}
         self._latent: dict[int, tuple[_core.LatentAttention, AttentionWeights]] = {}
         self._layers: dict[int, tuple[_core.Layers, LayersAtHand]] = {}
+        self._moe_layers: dict[int, tuple[_core.LayerWeights, MoeLayer]] = {}
         self._routers: dict[int, tuple[_core.RouterParams, Router]] = {}
 
     def bind_kv(self, layout: KvLayout, pages: ByteArray) -> None:
@@ -116,6 +118,14 @@ class AttentionOps(LinearOps):
             slots.native,
         )
 
+    def run_moe(
+        self, x: Matrix, layer: MoeLayer, cache: _core.LayerCache, sight: _core.Sight | None
+    ) -> tuple[Matrix, Matrix | None, Matrix | None, _core.Routed | None]:
+        known = self._moe_layers.get(id(layer))
+        if known is None:
+            known = self._moe_layers[id(layer)] = self._make_moe_layer(layer), layer
+        return _core.run_layer(self.compute, x, known[0], cache, sight)
+
     def run_at_hand(self, x: Matrix, layers: LayersAtHand) -> tuple[int, int]:
         if layers.slots.native is None:
             return 0, 0
@@ -139,10 +149,10 @@ class AttentionOps(LinearOps):
         odds: _core.Odds,
         layer: int,
         gates: tuple[Gate[Matrix] | None, Gate[Matrix] | None, Gate[Matrix] | None],
-        books: tuple[_core.LayerBook, _core.LayerBook | None],
+        caches: tuple[_core.LayerCache, _core.LayerCache | None],
     ) -> _core.Sight:
         start, before, following = (gate.native if isinstance(gate, _NativeGate) else None for gate in gates)
-        return _core.Sight(odds, layer, start, before, following, *books)
+        return _core.Sight(odds, layer, start, before, following, *caches)
 
     def _norm(self, norm: Norm) -> _core.NormWeights:
         known = self._norms.get(id(norm))
@@ -203,6 +213,16 @@ class AttentionOps(LinearOps):
         )
         self._latent[id(weights)] = handle, weights
         return handle
+
+    def _make_moe_layer(self, layer: MoeLayer) -> _core.LayerWeights:
+        return _core.LayerWeights(
+            norm=self._norm(layer.norm),
+            router=self._router(layer.router),
+            layout=self._layout(layer.layout),
+            activation=self._activation(layer.activation),
+            shared_gate_up=self.packed(layer.shared_gate_up) if layer.shared_gate_up else None,
+            shared_down=self.packed(layer.shared_down) if layer.shared_down else None,
+        )
 
     def _make_layers(self, layers: LayersAtHand) -> _core.Layers:
         activation = self._activation(layers.activation)

@@ -67,7 +67,7 @@ class RouterInputs:
         """As Guesser."""
         self._inputs.append(self._backend.numpy(x))
 
-    def sights(self, odds: Any, books: Any) -> None:
+    def sights(self, odds: Any, caches: Any) -> None:
         """As Guesser."""
 
     def end_step(self) -> None:

@@ -5,7 +5,10 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
+
+if TYPE_CHECKING:
+    from tidegate import _core
 
 CHUNK_BYTES = 4 << 20  # a load is read in requests of so many bytes, and can be stopped between them
 
@@ -50,6 +53,10 @@ class Loader(ABC):
     def is_ready(self, slot: int) -> bool:
         """True once the bytes are there."""
 
+    def native_loads(self, num_layers: int, num_experts: int) -> _core.ExpertLoads | None:
+        """The same for native code; None where there is no such thing."""
+        return None
+
 
 class InstantLoader(Loader):
     """Every load is ready at once; counts nothing, because the cache does."""
@@ -70,8 +77,11 @@ class InstantLoader(Loader):
 class Policy(ABC):
     """Names the victim of one layer. Sees every access; decides nothing about pins or prefetch.
 
-    An access is one token batch's whole set of experts of a layer (atomic: never replayed one by one).
+    An access is one token batch's whole set of experts of a layer (atomic: never replayed one by one). ``native``: the same for
+    native code, where ``worth`` is proportional to the odds; None where there is no such thing.
     """
+
+    native: _core.DecayedUses | None = None
 
     @abstractmethod
     def on_access(self, experts: Sequence[int]) -> None:

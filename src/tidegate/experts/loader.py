@@ -64,7 +64,6 @@ class NativeLoader(Loader, ExpertSlots):
         self._table = table
         self._views = list(slots)
         self._asked_ns = (0, time.perf_counter_ns())
-        self._keys: list[ExpertKey | None] = [None] * len(slots)
         self._files = open_files(table.paths, page_cache=options.page_cache, reader=reader)
         self.native: _core.Loader = _core.Loader(
             self._files,
@@ -77,8 +76,7 @@ class NativeLoader(Loader, ExpertSlots):
 
     def load(self, key: ExpertKey, slot: int, *, demand: bool) -> None:
         blob = self._table.blob(key)
-        self._keys[slot] = key
-        self.native.load(slot, blob.file, blob.offset, blob.nbytes, blob.crc32, demand)
+        self.native.load(slot, blob.file, blob.offset, blob.nbytes, blob.crc32, demand, key.layer, key.expert)
 
     def cancel(self, slot: int) -> bool:
         return self.native.cancel(slot)
@@ -88,6 +86,12 @@ class NativeLoader(Loader, ExpertSlots):
 
     def is_ready(self, slot: int) -> bool:
         return self.native.is_ready(slot)
+
+    def native_loads(self, num_layers: int, num_experts: int) -> _core.ExpertLoads:
+        loads = _core.ExpertLoads(self.native)
+        for layer in range(num_layers):
+            loads.add_layer([self._table.blob(ExpertKey(layer, expert)) for expert in range(num_experts)])
+        return loads
 
     def wait(self, slot: int) -> ByteArray:
         """Block until the slot is ready; its bytes (a view). Raises ReadFailed or CorruptFile if the load failed: X"""
@@ -112,9 +116,9 @@ class NativeLoader(Loader, ExpertSlots):
     def _raise_failure(self, slot: int) -> None:
         if self.native.state(slot) != _core.SlotState.FAILED:
             raise RuntimeError(f"slot {slot} is waited for but was never loaded, or its load was cancelled")
-        failure, key = self.native.failure(slot), self._keys[slot]
+        failure = self.native.failure(slot)
         path = self._table.paths[failure.file]
         if failure.got_bytes == failure.wanted_bytes:
-            what = f"crc32 of {key}" if key is None else f"crc32 of expert {key.expert} of MoE layer {key.layer}"
+            what = f"crc32 of expert {failure.expert} of MoE layer {failure.layer}"
             raise CorruptFile(path, failure.offset, what, f"{failure.wanted_crc32:08x}", f"{failure.got_crc32:08x}")
         raise read_failure(path, failure.offset, failure.wanted_bytes, failure.got_bytes, failure.error)

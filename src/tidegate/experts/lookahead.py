@@ -67,7 +67,7 @@ class Lookahead:
         self._busy = 0.0
         slots = sum(map(cache.capacity, range(cache.num_layers)))
         self._most_rows = most_rows(slots / cache.num_layers, experts_per_token)
-        self._idle_steps = 0
+        self._idle_steps = self._num_worthy = 0
         self._trial = Trial(clock)
         self._counts = True
 
@@ -81,9 +81,10 @@ class Lookahead:
         """Nothing is left to load."""
         return self._cache.is_complete
 
-    def books(self) -> list[_core.LayerBook]:
-        """Of the cache that it loads into, one a layer."""
-        return [self._cache.book(layer) for layer in range(self._cache.num_layers)]
+    def natives(self) -> list[_core.LayerCache] | None:
+        """The cache that it loads into, for native code."""
+        found = [native for layer in range(self._cache.num_layers) if (native := self._cache.native(layer)) is not None]
+        return found if len(found) == self._cache.num_layers else None
 
     def begin_step(self, num_rows: int) -> None:
         """A forward pass of so many rows starts."""
@@ -98,6 +99,8 @@ class Lookahead:
         odds.floor -= max(0.0, odds.floor - _FIRST_FLOOR) * _FORGETTING
         counters = self._cache.counters
         if self._trial.begin_step(counters.misses + counters.prefetch_hits):
+            if odds.num_worthy != self._num_worthy:
+                self._idle_steps, self._num_worthy = 0, odds.num_worthy
             self._idle_steps += 1
             self.wants_guesses = self._idle_steps <= _PATIENCE or self._idle_steps % _NAP_STEPS == 0
         self._counts = self.wants_guesses  # where nobody asks, nothing more is spent
@@ -116,15 +119,9 @@ class Lookahead:
     def foresee(self, layer: int, distance: int, ranked: Sequence[int], margins: Sequence[float]) -> None:
         """A guess for one row: the router of ``layer`` would choose the first of these experts, best first; there may be more
         than it chooses. ``margins`` as Backend.rank."""
-        per_token = self._per_token
-        loads, num_dropped = self.odds.weigh(layer, distance, ranked, margins, self._cache.book(layer), per_token)
-        self.load(layer, loads, num_dropped, ranked[:per_token])
-
-    def load(self, layer: int, loads: Sequence[tuple[int, float]], num_dropped: int, named: Sequence[int]) -> None:
-        """What a guess was worth: experts and their odds; how many others were dropped; what it named first, which must stay."""
-        cache = self._cache
+        cache, per_token = self._cache, self._per_token
+        loads, num_dropped = self.odds.weigh(layer, distance, ranked, margins, cache.book(layer), per_token)
         cache.counters.prefetch_dropped += num_dropped
         for expert, odds in loads:
-            self._idle_steps = 0
-            if cache.prefetch(layer, expert, cache.worth(layer, odds), keep=named):
+            if cache.prefetch(layer, expert, cache.worth(layer, odds), keep=ranked[:per_token]):
                 self.odds.loaded(layer, expert)

@@ -103,7 +103,7 @@ class DecayedLfu(Policy):
     """Uses that fade: each counts 2 ** (-age / half_life). The default policy, so the counting is native."""
 
     def __init__(self, num_experts: int, half_life: float = 16.0) -> None:
-        self._uses = _core.DecayedUses(num_experts, half_life)
+        self._uses = self.native = _core.DecayedUses(num_experts, half_life)
         self._always_used: float = 1 / (1 - 2.0 ** (-1.0 / half_life))
 
     def on_access(self, experts: Sequence[int]) -> None:
@@ -141,6 +141,7 @@ class ResidentSet(DecayedLfu):
 
     def __init__(self, num_experts: int) -> None:
         super().__init__(num_experts)
+        self.native = None
         self._window = [0] * num_experts
         self._mean = [0.0] * num_experts
         self._variance = [0.0] * num_experts

@@ -10,6 +10,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from itertools import accumulate
 
+from tidegate import _core
+
 SAMPLE_EVERY = 4  # uses of a layer, of which one is looked at
 DEAL_EVERY = 16  # looks at a layer
 _FADE = 0.75  # what an old count is worth at the next deal
@@ -22,38 +24,27 @@ class SlotShares:
 
     def __init__(self, num_layers: int, num_experts: int) -> None:
         self.num_experts = num_experts
-        self.most_needed = 1
-        self._ranks = [[0.0] * num_experts for _ in range(num_layers)]
-        self._offered = [0] * num_layers
-        self._looks = 0
+        self.native = _core.RankCounts(num_layers, num_experts, SAMPLE_EVERY)
 
     @property
     def is_due(self) -> bool:
         """Whether enough was observed since the last deal."""
-        return self._looks >= DEAL_EVERY
+        return self.native.looks >= DEAL_EVERY
 
     def wants(self, layer: int) -> bool:
         """Whether the coming use of the layer is one to look at."""
-        self._offered[layer] += 1
-        return self._offered[layer] % SAMPLE_EVERY == 0
+        return self.native.wants(layer)
 
     def observe(self, layer: int, ranks: Sequence[int]) -> None:
         """One token batch's experts of a layer, by Policy.ranks before the access; never used ones have no slot to need."""
-        counts = self._ranks[layer]
-        for rank in ranks:
-            if rank < self.num_experts:
-                counts[rank] += 1
-        self.most_needed = max(self.most_needed, len(ranks))
-        if layer == 0:
-            self._looks += 1
+        self.native.observe(layer, ranks)
 
     def deal(self, capacities: Sequence[int]) -> list[int]:
         """Slots of each layer, as many in total as ``capacities``; those same ones if others would hardly hit more. No layer
         gets fewer than one token batch has needed of it, or more than it has experts."""
         curves = self._curves()
-        self._looks = 0
-        self._ranks = [[count * _FADE for count in counts] for counts in self._ranks]
-        floor = min(self.most_needed, *capacities)
+        self.native.fade(_FADE)
+        floor = min(self.native.most_needed, *capacities)
         dealt = [floor] * len(curves)
         chances = sorted(
             (-gain, slots, layer)
@@ -68,7 +59,7 @@ class SlotShares:
 
     def _curves(self) -> list[list[float]]:
         """curve[l][c]: uses that slot number c of the layer would have turned into hits, smoothed and made to fall."""
-        smooth = [_smoothed(counts, max(1, self.num_experts // 10)) for counts in self._ranks]
+        smooth = [_smoothed(counts, max(1, self.num_experts // 10)) for counts in self.native.counts]
         mean = [sum(column) / len(smooth) for column in zip(*smooth, strict=True)]
         curves = []
         for counts in smooth:

@@ -56,8 +56,8 @@ class Guesser(Protocol[Input_contra]):
     def after_route(self, layer: int, x: Input_contra, said_E: F32Array | None) -> Guess | None:
         """At the MoE layer after ``layer``. ``x`` [T, D]: what the router of ``layer`` saw, and ``said_E`` said of it."""
 
-    def sights(self, odds: _core.Odds, books: Sequence[_core.LayerBook]) -> Sequence[_core.Sight] | None:
-        """The same for steps of one token, weighed at once, one a layer; None where there is no such thing."""
+    def sights(self, odds: _core.Odds, caches: Sequence[_core.LayerCache]) -> Sequence[_core.Sight] | None:
+        """The same for steps of one token, one a layer, with what is loaded ahead for it; None where there is no such thing."""
 
 
 class Gates(Generic[A]):
@@ -87,12 +87,12 @@ class Gates(Generic[A]):
         gate = self._next[layer]
         return None if gate is None else Guess(layer + 1, AHEAD, *self._ranked(layer + 1, x, gate))
 
-    def sights(self, odds: _core.Odds, books: Sequence[_core.LayerBook]) -> list[_core.Sight] | None:
-        """The same for steps of one token, weighed at once, one a layer; None where that is not to be had."""
+    def sights(self, odds: _core.Odds, caches: Sequence[_core.LayerCache]) -> list[_core.Sight] | None:
+        """As Guesser."""
         if self._has_rule:
             return None
         found = []
-        for layer, of_both in enumerate(zip(books, [*books[1:], None], strict=True)):
+        for layer, of_both in enumerate(zip(caches, [*caches[1:], None], strict=True)):
             gates = self._start[layer], self._before(layer), self._next[layer]
             sight = self._backend.make_sight(odds, layer, gates, of_both)
             if sight is None:

@@ -22,7 +22,7 @@ from dataclasses import dataclass, field
 from itertools import chain
 from typing import TYPE_CHECKING, Any, Generic, Protocol
 
-from tidegate.backends.base import A, Backend, ExpertSlots, F32Array, I32Array, Routing
+from tidegate.backends.base import A, Backend, ExpertSlots, F32Array, I32Array, MoeLayer, Routing
 from tidegate.experts.cache import ExpertCache
 from tidegate.experts.foreseer import Foreseer
 from tidegate.experts.lookahead import OWN_CURVES, Curve, Lookahead
@@ -69,17 +69,33 @@ class Experts:
     guesser: Guesser[Any] | None = None
     curves: Sequence[Curve] = OWN_CURVES
     foreseer: Foreseer | None = None
-    visit_ns: int = 0
-    guess_ns: int = 0
     sights: Sequence[_core.Sight] | None = field(default=None, init=False)  # of the step's token, if guesses are wanted
+    _is_native: bool = field(default=False, init=False)
+    _visit_ns: int = field(default=0, init=False)
+    _guess_ns: int = field(default=0, init=False)
     _seen: tuple[object, object, Sequence[_core.Sight] | None] = field(default=(None, None, None), init=False)
+
+    @property
+    def visit_ns(self) -> int:
+        """See above."""
+        return self._visit_ns + self.cache.native_counts.visit_ns
+
+    @property
+    def guess_ns(self) -> int:
+        """See above."""
+        return self._guess_ns + self.cache.native_counts.guess_ns
+
+    def spent(self, visit_ns: int, guess_ns: int) -> None:
+        """So much more."""
+        self._visit_ns += visit_ns
+        self._guess_ns += guess_ns
 
     def begin_rows(self, sequence_T: Sequence[int], token_T: Sequence[int]) -> None:
         """The rows of a step that starts: sequence ids and input token ids."""
         if self.foreseer is not None:
             began_ns = time.perf_counter_ns()
             self.foreseer.begin_step(sequence_T, token_T)
-            self.guess_ns += time.perf_counter_ns() - began_ns
+            self._guess_ns += time.perf_counter_ns() - began_ns
 
     def begin_step(self, num_rows: int) -> None:
         """A forward pass of so many rows starts."""
@@ -94,13 +110,16 @@ class Experts:
             lookahead.begin_step(num_rows)
             if num_rows == 1 and lookahead.wants_guesses and self.trace is None:
                 self.sights = self._all_sights(lookahead)
-        self.guess_ns += time.perf_counter_ns() - began_ns
+        asks = lookahead is not None and lookahead.counts
+        self._is_native = self.trace is None and self.foreseer is None and not (asks and self.sights is None)
+        self._guess_ns += time.perf_counter_ns() - began_ns
 
     def _all_sights(self, lookahead: Lookahead) -> Sequence[_core.Sight] | None:
         """Made once for whoever looks and guesses."""
         guesser = self.guesser
         if self._seen[0] is not lookahead or self._seen[1] is not guesser:
-            found = None if guesser is None else guesser.sights(lookahead.odds, lookahead.books())
+            natives = lookahead.natives()
+            found = None if guesser is None or natives is None else guesser.sights(lookahead.odds, natives)
             self._seen = lookahead, guesser, found
         return self._seen[2]
 
@@ -120,6 +139,10 @@ class Experts:
         """``ExpertCache.at_hand``, if nobody watches."""
         return None if self.is_watched else self.cache.at_hand(layer)
 
+    def native(self, layer: int) -> _core.LayerCache | None:
+        """``ExpertCache.native``, if nobody wants to know what the router chooses but sights."""
+        return self.cache.native(layer) if self._is_native else None
+
     def tell(self, guess: Guess | None) -> None:
         """Pass a guess on to whoever wants it."""
         if guess is None:
@@ -131,12 +154,6 @@ class Experts:
             for ranked, margins in zip(guess.experts_TG, guess.margins_TG, strict=True):
                 lookahead.foresee(guess.layer, guess.distance, ranked, margins)
 
-    def take(self, layer: int, found: _core.Found | None) -> None:
-        """What a sight has found of a layer."""
-        if found is not None:
-            assert self.lookahead is not None
-            self.lookahead.load(layer, *found)
-
 
 class MoeBlock(Generic[A]):
     """One MoE layer."""
@@ -145,11 +162,27 @@ class MoeBlock(Generic[A]):
         self._weights, self._activation = weights, activation
         self._backend, self._experts = backend, experts
         self._layout = experts.layouts[weights.layer]
+        self._whole = MoeLayer(
+            weights.norm, weights.router, self._layout, activation, weights.shared_gate_up, weights.shared_down
+        )
 
     def __call__(self, x: A) -> A:
         """[T, D] -> [T, D], to be added to x. Raises ReadFailed or CorruptFile if an expert cannot be read; the cache is
         consistent then."""
         backend, weights, experts = self._backend, self._weights, self._experts
+        native = experts.native(weights.layer)
+        if native is not None:
+            sights = experts.sights
+            ran = backend.run_moe(x, self._whole, native, None if sights is None else sights[weights.layer])
+            if ran is not None:
+                x, total, shared, more = ran
+                if total is not None:
+                    return self._add_shared(total, shared, x)
+                assert more is not None
+                if more.failed_slot >= 0:
+                    experts.slots.wait(more.failed_slot)
+                    raise AssertionError(f"the load into slot {more.failed_slot} failed, but wait() does not say why")
+                return self._visit(x, Routing(*more.routing()))
         book = experts.at_hand(weights.layer)
         if book is not None:  # most likely everything is in memory
             found = backend.moe_at_hand(
@@ -163,46 +196,43 @@ class MoeBlock(Generic[A]):
         if experts.trace is not None:
             hidden_TD = backend.numpy(x) if experts.trace.wants_hidden else None
             experts.trace.record(routing.topk_expert_ids_TK, routing.topk_weights_TK, hidden_TD)
+        return self._visit(x, routing)
 
+    def at_start(self, x: A) -> None:
+        """``x`` [T, D]: the hidden state that the layer's attention is about to read. Loads may be on their way from here on."""
+        experts, layer = self._experts, self._weights.layer
+        if experts.sights is not None:
+            experts.sights[layer].at_start(x)
+            return
+        guesser = experts.asked
+        if guesser is not None:
+            began_ns = time.perf_counter_ns()
+            experts.tell(guesser.at_start(layer, x))
+            experts.spent(0, time.perf_counter_ns() - began_ns)
+
+    def _visit(self, x: A, routing: Routing[A]) -> A:
+        """``x``: what the router saw."""
+        backend, experts, layer = self._backend, self._experts, self._weights.layer
         began_ns = time.perf_counter_ns()
         rows = routing.topk_expert_ids_TK.tolist()
         needed = sorted(set().union(*rows))
-        placements = experts.cache.visit(weights.layer, needed, rows)
+        placements = experts.cache.visit(layer, needed, rows)
         try:
             first = next(placements)  # the loads are on their way from here on
             placed_ns = time.perf_counter_ns()
             self._look_ahead(x, routing, needed)
-            experts.visit_ns += placed_ns - began_ns
-            experts.guess_ns += time.perf_counter_ns() - placed_ns
+            experts.spent(placed_ns - began_ns, time.perf_counter_ns() - placed_ns)
             shared = self._shared(x)
             everything = chain((first,), placements)
             out = backend.moe(x, routing, self._layout, everything, experts.slots, self._activation)
         finally:
             began_ns = time.perf_counter_ns()
             placements.close()  # unpins whatever an error left pinned
-            experts.visit_ns += time.perf_counter_ns() - began_ns
+            experts.spent(time.perf_counter_ns() - began_ns, 0)
         return self._add_shared(out, shared, x)
-
-    def at_start(self, x: A) -> None:
-        """``x`` [T, D]: the hidden state that the layer's attention is about to read. Loads may be on their way from here on."""
-        experts, layer = self._experts, self._weights.layer
-        sights, guesser = experts.sights, experts.asked
-        if guesser is None:
-            return
-        began_ns = time.perf_counter_ns()
-        if sights is None:
-            experts.tell(guesser.at_start(layer, x))
-        else:
-            experts.take(layer, sights[layer].at_start(x))
-        experts.guess_ns += time.perf_counter_ns() - began_ns
 
     def _look_ahead(self, x: A, routing: Routing[A], needed: list[int]) -> None:
         experts, backend, layer = self._experts, self._backend, self._weights.layer
-        if experts.sights is not None:
-            assert routing.said_E is not None
-            experts.cache.cancel_refuted(layer)
-            experts.take(layer + 1, experts.sights[layer].after_route(x, needed, routing.said_E))
-            return
         foreseer = experts.foreseer
         if foreseer is not None:
             sketch_TS = foreseer.sketch(backend.numpy(x)) if foreseer.wants_sketch else None

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Collection, Sequence
+from collections.abc import Collection
 from dataclasses import asdict, dataclass
 from itertools import chain, islice, product
 from pathlib import Path
@@ -15,19 +15,17 @@ import numpy as np
 
 import tidegate
 from tidegate import _core
-from tidegate.backends.base import F32Array, I32Array
 from tidegate.backends.cpu import CpuBackend
 from tidegate.checkpoint.open import BUILTIN_STORE
 from tidegate.config import SamplingOptions
 from tidegate.engine import bench
 from tidegate.engine.model import Model
 from tidegate.engine.sequence import Sequence as Request
-from tidegate.experts.base import CacheCounters, InstantLoader
+from tidegate.experts.base import CacheCounters
 from tidegate.experts.cache import ExpertCache
 from tidegate.experts.loader import NativeLoader
 from tidegate.experts.lookahead import DISTANCES, Lookahead
 from tidegate.experts.policy import DEFAULT_POLICY, policy_factory
-from tidegate.models.guesses import Guess
 from tidegate.models.moe import Experts
 from tidegate.planner.costs import Bookkeeping, Cost, middle
 
@@ -37,22 +35,21 @@ _TEXT = Path(bench.__file__).with_suffix(".txt")
 
 
 def measure_bookkeeping(threads: int) -> Bookkeeping:
-    """The built-in model decodes the same tokens with everything in memory, with nobody looking, somebody looking, and gates that
+    """The built-in model decodes the same tokens with everything in memory, as if that were for good, or not, and with gates that
     are asked; and with half of its experts, without and with prefetch."""
     with tidegate.load(BUILTIN_STORE, memory="1GiB", context=_TOKENS + 1, threads=threads) as model:
         decoding = _Decoding(model)
         turns = [decoding.turn() for _ in range(_PASSES)]
-        miss_s, beyond = decoding.apart()
+        miss_s = decoding.miss_s()
     visits, gates = _TOKENS * decoding.num_layers, _TOKENS * DISTANCES * (decoding.num_layers - 1)
-    here_s = beyond.of(decoding.per_token)
 
     def of_turn(alone: _Run, here: _Run, all_named: _Run, half_named: _Run, off: _Run, auto: _Run) -> Bookkeeping:
         few, many = ((run.missing, (run.total_s - here.total_s) / gates) for run in (all_named, half_named))
         gate, wakes_per_miss = Cost.through(few, many), off.wakes / max(1, off.misses)
-        rouse_s = max(0.0, off.visit_s - here.visit_s - visits * here_s - off.misses * miss_s) / max(1, off.wakes)
+        rouse_s = max(0.0, off.visit_s - here.visit_s - off.misses * miss_s) / max(1, off.wakes)
         strain_s = max(0.0, off.rest_s - here.rest_s) / max(1, off.misses)
         demand_s = auto.misses * (miss_s + strain_s + wakes_per_miss * rouse_s)
-        ahead_s = auto.busy_s - here.busy_s - visits * here_s - gates * gate.of(auto.missing) - demand_s
+        ahead_s = auto.busy_s - here.busy_s - gates * gate.of(auto.missing) - demand_s
         return Bookkeeping(
             wake_s=auto.wake_s / max(1, auto.wakes),
             miss_s=miss_s,
@@ -60,7 +57,7 @@ def measure_bookkeeping(threads: int) -> Bookkeeping:
             rouse_s=rouse_s,
             strain_s=strain_s,
             gate=gate,
-            access=Cost(max(0.0, here.total_s - alone.total_s) / visits + beyond.base_s, beyond.each_s),
+            access=Cost(max(0.0, here.total_s - alone.total_s) / visits, 0.0),
         )
 
     return Bookkeeping.from_json(middle([asdict(of_turn(*turn)) for turn in turns]))
@@ -103,25 +100,26 @@ class _Decoding:
         self.per_token = self.runtime.plan.needs.min_slots
 
     def turn(self) -> tuple[_Run, _Run, _Run, _Run, _Run, _Run]:
-        """Everything here; with somebody looking, which takes layers apart as in a cache that lacks experts; with gates asked,
-        who name only experts that are here, or others, too; half of the experts here without prefetch, and with it."""
+        """Everything here for good; or as if some of it could be evicted; with gates asked, who name only experts that are here,
+        or others, too; half of the experts here without prefetch, and with it."""
         count = self._num_experts
         self._set_cache(count)
+        alone = self._run()
+        self._set_cache(count, evicts=True)
         return (
+            alone,
             self._run(),
-            self._run(looking=True),
             self._asking(range(count)),
             self._asking(range(0, count, 2)),
             self._half(prefetch=False),
             self._half(prefetch=True),
         )
 
-    def apart(self) -> tuple[float, Cost]:
-        """``miss_s`` and ``access``."""
-        backend, count = self.runtime.decoder.backend, self._num_experts
+    def miss_s(self) -> float:
+        """See Bookkeeping."""
+        backend = self.runtime.decoder.backend
         assert isinstance(backend, CpuBackend)
-        work = _Work(backend.compute)
-        return _miss_s(self._loader, count, work), _access(self.num_layers, count, work)
+        return _miss_s(self._loader, self._num_experts, _Work(backend.compute))
 
     def _half(self, *, prefetch: bool) -> _Run:
         self._set_cache(self._num_experts // 2)
@@ -130,24 +128,27 @@ class _Decoding:
         return self._run()
 
     def _asking(self, here: Collection[int]) -> _Run:
-        self._experts.lookahead = _Asking(self.num_layers, self.per_token, here, self._num_experts)
+        unmoved = _Unmoved(self.num_layers, here, self._num_experts, self._loader)
+        self._experts.lookahead = _Asking(unmoved, self.per_token)
         run = self._run()
         self._experts.lookahead = None
         return run
 
-    def _set_cache(self, slots: int) -> None:
+    def _set_cache(self, slots: int, *, evicts: bool = False) -> None:
+        """``evicts``: as if experts could be evicted, though there is a slot for each."""
         capacities, make_policy = [slots] * self.num_layers, policy_factory(DEFAULT_POLICY)
-        self._experts.cache = ExpertCache(capacities, self._num_experts, make_policy, self._loader, share=True)
-        self._experts.lookahead = None
+        capacities[-1] -= evicts
+        cache = ExpertCache(capacities, self._num_experts, make_policy, self._loader, share=not evicts)
+        if evicts:
+            cache.book(self.num_layers - 1).take_slot(sum(capacities))
+        self._experts.cache, self._experts.lookahead = cache, None
 
-    def _run(self, *, looking: bool = False) -> _Run:
-        experts, lookahead = self._experts, self._experts.lookahead
+    def _run(self) -> _Run:
+        lookahead = self._experts.lookahead
         self._decode()
-        experts.trace = _Looking() if looking else None
         before = self._counts()
         self._decode()
         after = self._counts()
-        experts.trace = None
         missing = lookahead.odds.num_missing / max(1, lookahead.odds.num_guesses) if lookahead else 0.0
         spent: list[Any] = [*(now - then for now, then in zip(after, before, strict=True)), missing]
         return _Run(*spent)
@@ -169,52 +170,38 @@ class _Decoding:
         )  # fmt: skip
 
 
-class _Looking:
-    """A trace that keeps nothing."""
-
-    wants_hidden = wants_guesses = False
-
-    def record(self, topk_expert_ids_TK: I32Array, topk_weights_TK: F32Array, hidden_TD: F32Array | None) -> None:
-        """A layer has chosen."""
-
-    def record_guess(self, guess: Guess) -> None:
-        """Nobody wants it."""
-        raise AssertionError
-
-
-class _Asking(Lookahead):
-    """Asks in every step, and weighs guesses as if the experts ``here`` were in memory, and stayed so."""
-
-    def __init__(self, num_layers: int, per_token: int, here: Collection[int], num_experts: int) -> None:
-        super().__init__(_Unmoved(num_layers, here, num_experts), per_token, lambda: 0.0)  # type: ignore[arg-type]
-
-    def begin_step(self, num_rows: int) -> None:
-        self._idle_steps = 0
-        super().begin_step(num_rows)
-
-
 class _Unmoved:
     """A cache that has the experts ``here`` in every layer and gets no more."""
 
     is_complete = False
 
-    def __init__(self, num_layers: int, here: Collection[int], num_experts: int) -> None:
+    def __init__(self, num_layers: int, here: Collection[int], num_experts: int, loader: NativeLoader) -> None:
         self.num_layers, self.num_experts, self._slots = num_layers, num_experts, len(here)
-        self.counters, self._book = CacheCounters(), _core.LayerBook(num_experts)
-        for slot, expert in enumerate(here):
-            self._book.insert(expert, slot, False)
+        self.counters, book = CacheCounters(), _core.LayerBook(num_experts, 0, len(here))
+        for expert in here:
+            book.insert(expert, False)
+        uses = _core.DecayedUses(num_experts, 1.0)
+        self._native = _core.LayerCache(
+            0, book, _core.ExpertLoads(loader.native), _core.CacheCounts(), uses, None, always_used=1.0
+        )
 
     def capacity(self, layer: int) -> int:
         return self._slots
 
-    def book(self, layer: int) -> _core.LayerBook:
-        return self._book
+    def native(self, layer: int) -> _core.LayerCache:
+        return self._native
 
-    def worth(self, layer: int, odds: float) -> float:
-        return odds
 
-    def prefetch(self, layer: int, expert: int, value: float, keep: Collection[int]) -> bool:
-        return False
+class _Asking(Lookahead):
+    """Asks in every step, and finds nothing worth a load."""
+
+    def __init__(self, cache: _Unmoved, per_token: int) -> None:
+        super().__init__(cache, per_token, lambda: 0.0)  # type: ignore[arg-type]
+
+    def begin_step(self, num_rows: int) -> None:
+        self._idle_steps = 0
+        super().begin_step(num_rows)
+        self.odds.floor = 2.0
 
 
 class _Work:
@@ -230,50 +217,18 @@ class _Work:
 def _miss_s(loader: NativeLoader, num_experts: int, work: _Work) -> float:
     """A further load of a visit, in a cache that has half of the experts. ``loader`` is used by nobody else."""
     cache = ExpertCache([num_experts // 2], num_experts, policy_factory(DEFAULT_POLICY), loader)
-    following, took_s = 0, dict[int, list[float]]()
+    native, following, took_s = cache.native(0), 0, dict[int, list[float]]()
+    assert native is not None
     for _, count in product(range(_ROUNDS), (1, 4)):
         turn = chain(range(following, num_experts), range(following))
         absent = list(islice((expert for expert in turn if expert not in cache.residents(0)), count))
         following = absent[-1] + 1
-        here = list(islice(cache.residents(0), 4 - count))
+        needed = sorted(cache.residents(0)[: 4 - count] + absent)
         work()
         start_s = time.perf_counter()
-        visit = cache.visit(0, here + absent, [here + absent])
-        placement = next(visit)  # the loads are on their way
+        native.visit(needed)  # the loads are on their way
         took_s.setdefault(count, []).append(time.perf_counter() - start_s)
-        for slot in placement.slots:
-            loader.wait(slot)
-        visit.close()
+        for expert in needed:
+            loader.wait(cache.book(0).slot_of(expert))
+        native.leave(needed)
     return max(0.0, statistics.median(took_s[4]) - statistics.median(took_s[1])) / 3
-
-
-def _access(num_layers: int, num_experts: int, work: _Work) -> Cost:
-    """Of a visit that finds everything, in a layer that lacks other experts against one that has all."""
-    few, many = (
-        (needed, _hits_s([num_experts // 2] * num_layers, needed, num_experts, work)
-         - _hits_s([num_experts] * num_layers, needed, num_experts, work))
-        for needed in (2, 8)
-    )  # fmt: skip
-    return Cost.through(few, many)
-
-
-def _hits_s(capacities: Sequence[int], needed: int, num_experts: int, work: _Work) -> float:
-    """A visit of each layer, over the layers; the mean, because slots move between layers now and then."""
-    cache = ExpertCache(capacities, num_experts, policy_factory(DEFAULT_POLICY), InstantLoader(), share=True)
-    rng, took_s = np.random.default_rng(0), 0.0
-    for layer, slots in enumerate(capacities):
-        for first in range(0, slots, needed):
-            _visit(cache, layer, list(range(first, min(slots, first + needed))))
-    for _ in range(_ROUNDS):
-        here = [rng.permutation(sorted(cache.residents(layer)))[:needed].tolist() for layer in range(len(capacities))]
-        work()
-        start_s = time.perf_counter()
-        for layer, experts in enumerate(here):
-            _visit(cache, layer, experts)
-        took_s += time.perf_counter() - start_s
-    return took_s / _ROUNDS / len(capacities)
-
-
-def _visit(cache: ExpertCache, layer: int, experts: list[int]) -> None:
-    for _ in cache.visit(layer, experts, [experts]):
-        pass

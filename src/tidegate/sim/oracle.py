@@ -86,7 +86,7 @@ class ForcedGuesses:
         """Of the next layer."""
         return self._guess(layer + 1, AHEAD) if layer + 1 < len(self._named[0]) else None
 
-    def sights(self, odds: Any, books: Any) -> None:
+    def sights(self, odds: Any, caches: Any) -> None:
         """Nothing is native."""
 
     def _guess(self, layer: int, distance: int) -> Guess:
