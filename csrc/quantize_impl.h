@@ -91,15 +91,14 @@ TIDEGATE_INLINE Vec16 codes_of(Vec16 w, float inverse) {
   return (min(max(w * broadcast(inverse), broadcast(-8.0f)), broadcast(7.0f)) + unit) - unit;
 }
 
-// The least error among a few multipliers. Clipping a group's largest weight often pays; the last factor makes it 7 instead
-// of -8, as in grids from -7 to 7.
+// The one with less error of two multipliers: under the first the largest weight is -8, under the second 7.
 GroupHeader quantize_two_level(const float* w, int count, int group, float row_scale, std::uint8_t* codes) {
   const float ratio = scale_to_eight(w, largest_magnitude(w, count)) * (row_scale == 0 ? 0.0f : 1.0f / row_scale);
   Vec16 weights[kMaxGroup / kLanes];
   const int vectors = group / kLanes;
   for (int v = 0; v < vectors; ++v) weights[v] = load_weights(w + v * kLanes, std::max(0, count - v * kLanes));
   float best = 0, best_inverse = 0, least = __builtin_inff();
-  for (const float factor : {1.0f, 0.95f, 0.9f, static_cast<float>(-8.0 / 7.0)}) {
+  for (const float factor : {1.0f, static_cast<float>(-8.0 / 7.0)}) {
     const float multiplier = clamped_round(ratio * factor, -127, 127), scale = multiplier * row_scale;
     const float inverse = scale == 0 ? 0.0f : 1.0f / scale;
     Vec16 squares = broadcast(0.0f);

@@ -13,10 +13,10 @@ to float16 after clamping it to +-65504. Per row and group of G inputs (padding 
 ``mxfp4``         OCP MX: scale = 2^(floor(log2(max|w|)) - 3), its exponent clamped to [-24, 15]; nibble = nearest value,
                   ties to the even nibble, saturating, never -0
 ``int4-..-m8``    row scale = max|w| of the row / 889, 0 if that is below 2^-100; ratio = (w_largest / -8) * (1 / row scale), as
-                  for int4. For each of FACTORS in turn: multiplier = rint(clamp(ratio * factor, -127, 127)), codes as for int4
-                  with scale = multiplier * row scale, error = w - row scale * (multiplier * (code - 8)). The first of least
-                  error is taken, the errors' squares summed in 16 lanes (input i of the group in lane i % 16, in rising
-                  order; padding inputs are zeros), then lane j with j + 8, j + 4, j + 2, j + 1
+                  for int4. For the factors 1 and -8/7: multiplier = rint(clamp(ratio * factor, -127, 127)), codes as for int4
+                  with scale = multiplier * row scale, error = w - row scale * (multiplier * (code - 8)). The second is taken
+                  if its error is less, the errors' squares summed in 16 lanes (input i of the group in lane i % 16, in
+                  rising order; padding inputs are zeros), then lane j with j + 8, j + 4, j + 2, j + 1
 ``bf16``          round to nearest even; NaN becomes the quiet NaN of its sign
 
 1/scale is the float32 reciprocal of the rounded scale; where the scale is 0 every code is the offset (mxfp4: nibble 0).
@@ -43,9 +43,9 @@ ScaleArray = F16Array | NDArray[np.int8]
 MoreArray = F16Array | F32Array | None
 
 _F16_MAX = np.float32(65504)
-# What a group's scale is multiplied with. Clipping the largest weight often pays; the last makes it 7 instead of -8, as in
-# grids from -7 to 7.
-_FACTORS = (1.0, 0.95, 0.9, -8 / 7)
+# What a group's scale is multiplied with: its largest weight becomes -8, or 7. Clipping it lowers the error of weights further
+# and raises a model's perplexity (docs/log.md).
+_FACTORS = (1.0, -8 / 7)
 _LEAST_ROW_SCALE = np.float32(2**-100)  # so that the reciprocals of its multiples are finite
 _E2M1_BOUNDS = ((0.5, False), (1.5, True), (2.5, False), (3.5, True), (5.0, False), (7.0, True), (10.0, False))
 
