@@ -137,7 +137,7 @@ void Pool::worker(int thread) {
     if (work_one(thread)) continue;
     g_bell.enter();
     const bool found = spin_until([&] {
-      g_bell.ring_if_wanted();
+      if (g_bell.ring_if_wanted()) sched_yield();  // whoever wakes up has little to do, and that before this thread is busy
       return work_or_stop();
     });
     g_bell.leave();

@@ -39,13 +39,15 @@ class Bell {
     idle_threads_.fetch_sub(1, std::memory_order_seq_cst);
     ring_if_wanted();
   }
-  void ring_if_wanted() {
-    if (!wanted_.load(std::memory_order_seq_cst) || !wanted_.exchange(false, std::memory_order_seq_cst)) return;
+  // True if it has rung.
+  bool ring_if_wanted() {
+    if (!wanted_.load(std::memory_order_seq_cst) || !wanted_.exchange(false, std::memory_order_seq_cst)) return false;
     {
       const std::lock_guard lock(mutex_);
       rings_.fetch_add(1, std::memory_order_seq_cst);
     }
     rung_.notify_all();
+    return true;
   }
 
  private:
