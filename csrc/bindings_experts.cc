@@ -13,25 +13,30 @@
 #include <tuple>
 #include <vector>
 
-#include "decayed_uses.h"
 #include "gate.h"
 #include "layer_book.h"
 #include "layer_cache.h"
 #include "odds.h"
 #include "rank_counts.h"
+#include "uses.h"
 
 using namespace tidegate;
 
 namespace {
 
 void bind_odds(nb::module_& m) {
-  nb::class_<DecayedUses>(m, "DecayedUses", "Uses of a layer's experts that fade; see decayed_uses.h.")
-      .def(nb::init<int, double>(), "num_experts"_a, "half_life"_a)
-      .def("use", &DecayedUses::use, "experts"_a)
-      .def("value", &DecayedUses::value, "expert"_a)
-      .def("set_resident", &DecayedUses::set_resident, "expert"_a, "is_resident"_a)
-      .def("lowest", nb::overload_cast<const std::vector<int>&>(&DecayedUses::lowest, nb::const_), "kept"_a)
-      .def("ranks", &DecayedUses::ranks, "experts"_a);
+  nb::enum_<Worth>(m, "Worth")
+      .value("DECAYED_USES", Worth::decayed_uses)
+      .value("LAST_USE", Worth::last_use)
+      .value("USES", Worth::uses)
+      .value("USES_OVER_AGE", Worth::uses_over_age);
+  nb::class_<Uses>(m, "Uses", "How much the experts of a layer were used; see uses.h.")
+      .def(nb::init<Worth, int, double>(), "worth"_a, "num_experts"_a, "half_life"_a = 1.0)
+      .def("use", &Uses::use, "experts"_a)
+      .def("value", &Uses::value, "expert"_a)
+      .def("set_resident", &Uses::set_resident, "expert"_a, "is_resident"_a)
+      .def("lowest", &Uses::lowest, "kept"_a)
+      .def("ranks", &Uses::ranks, "experts"_a);
   nb::class_<RankCounts>(m, "RankCounts", "How often experts of each rank were used; see rank_counts.h.")
       .def(nb::init<int, int, int>(), "num_layers"_a, "num_experts"_a, "sample_every"_a)
       .def("wants", &RankCounts::wants, "layer"_a)
@@ -133,7 +138,7 @@ void bind_caches(nb::module_& m) {
         loads.add_layer(std::move(experts));
       }, "blobs"_a, "(file, offset, bytes, crc32) of the next layer's experts");
   nb::class_<LayerCache>(m, "LayerCache", "What decode steps do with a layer's slots; see layer_cache.h.")
-      .def("__init__", [](LayerCache* self, int layer, LayerBook& book, ExpertLoads& loads, CacheCounts& counts, DecayedUses& uses,
+      .def("__init__", [](LayerCache* self, int layer, LayerBook& book, ExpertLoads& loads, CacheCounts& counts, Uses& uses,
                           RankCounts* ranks, double always_used) {
         new (self) LayerCache({layer, &book, &loads, &counts, &uses, ranks, always_used});
       }, "layer"_a, "book"_a, "loads"_a, "counts"_a, "uses"_a, "ranks"_a.none(), "always_used"_a,

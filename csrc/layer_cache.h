@@ -3,10 +3,10 @@
 #include <cstdint>
 #include <vector>
 
-#include "decayed_uses.h"
 #include "layer_book.h"
 #include "loader.h"
 #include "rank_counts.h"
+#include "uses.h"
 
 namespace tidegate {
 
@@ -40,7 +40,7 @@ class LayerCache {
     LayerBook* book = nullptr;
     ExpertLoads* loads = nullptr;
     CacheCounts* counts = nullptr;
-    DecayedUses* uses = nullptr;  // of the policy
+    Uses* uses = nullptr;  // of the policy
     RankCounts* ranks = nullptr;  // null where slots stay where they are
     double always_used = 0.0;     // the policy's value of an expert that every step needs
   };

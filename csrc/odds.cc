@@ -18,7 +18,7 @@ bool contains(const std::vector<int>& experts, int expert) {
 Odds::Odds(int num_layers, int num_experts, std::vector<Curve> curves, double half_life, double least_heat,
            double learning_rate, const Demands& demands)
     : demands(demands), curves_(std::move(curves)),
-      uses_(static_cast<std::size_t>(num_layers), DecayedUses(num_experts, half_life)), guesses_(uses_.size()),
+      uses_(static_cast<std::size_t>(num_layers), Uses(Worth::decayed_uses, num_experts, half_life)), guesses_(uses_.size()),
       loads_(uses_.size()), least_heat_(least_heat), learning_rate_(learning_rate) {}
 
 double Odds::threshold(int distance) const {
@@ -29,7 +29,7 @@ double Odds::threshold(int distance) const {
 Odds::Worthy Odds::weigh(int layer, int distance, const std::int32_t* ranked, const float* margins, int count,
                          const LayerBook& here, int per_token) {
   const auto [a, b, c] = curves_.at(static_cast<std::size_t>(distance));
-  const DecayedUses& uses = uses_.at(static_cast<std::size_t>(layer));
+  const Uses& uses = uses_.at(static_cast<std::size_t>(layer));
   const double least = threshold(distance);
   Worthy out;
   ++num_guesses;

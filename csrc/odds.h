@@ -5,8 +5,8 @@
 #include <utility>
 #include <vector>
 
-#include "decayed_uses.h"
 #include "layer_cache.h"
+#include "uses.h"
 
 namespace tidegate {
 
@@ -56,7 +56,7 @@ class Odds {
     double margin, log_heat, odds;
   };
   std::vector<Curve> curves_;
-  std::vector<DecayedUses> uses_;            // by layer, as the next two
+  std::vector<Uses> uses_;            // by layer, as the next two
   std::vector<std::vector<Guess>> guesses_;
   std::vector<std::vector<int>> loads_;
   double least_heat_, learning_rate_;

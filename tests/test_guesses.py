@@ -92,13 +92,13 @@ class _Disk:
                 self.loader.wait(cache.book(layer).slot_of(expert))
 
 
-def _prefetched(path, *, natively: bool) -> tuple[list[list[int]], list[bytes], CacheCounters]:
+def _prefetched(path, policy: str, *, natively: bool) -> tuple[list[list[int]], list[bytes], CacheCounters]:
     """What one token after the other needs and has in memory; the gates' biases; and the counters."""
     backend, layers, disk = cpu_backend(), _layers(PLAIN), _Disk(path)
     memory = np.zeros(own_gates_bytes(2, EXPERTS, HIDDEN), np.uint8)
     linears = pack_gates(own_gates(layers), memory, 1)
     guesser = Gates(backend, layers, linears, PLAIN)
-    cache = ExpertCache([EXPERTS // 2] * 2, EXPERTS, POLICIES["decayed-lfu"], disk.loader, share=True)
+    cache = ExpertCache([EXPERTS // 2] * 2, EXPERTS, POLICIES[policy], disk.loader, share=True)
     lookahead = Lookahead(cache, TOP_K, lambda: 0.1)
     sights = guesser.sights(lookahead.odds, lookahead.natives()) if natively else None
     from_numpy, seen = backend.compute.from_numpy, []
@@ -142,8 +142,9 @@ def _prefetched(path, *, natively: bool) -> tuple[list[list[int]], list[bytes], 
     return seen, [linear.bias.tobytes() for linear in linears.values()], cache.counters
 
 
-def test_one_token_natively_is_the_same(tmp_path) -> None:
-    plain, native = (_prefetched(tmp_path, natively=natively) for natively in (False, True))
+@pytest.mark.parametrize("policy", ["decayed-lfu", "lru", "lfu", "lfru"])
+def test_one_token_natively_is_the_same(tmp_path, policy: str) -> None:
+    plain, native = (_prefetched(tmp_path, policy, natively=natively) for natively in (False, True))
     assert plain == native
     assert native[2].prefetch_hits > 20 and native[2].prefetch_dropped > 20 and native[2].misses > 20
 
@@ -163,5 +164,6 @@ def test_a_gate_refuses_what_does_not_fit(tmp_path) -> None:
     sight = backend.make_sight(lookahead.odds, 1, (gate, None, None), (here, None))
     with pytest.raises(ValueError, match="one row"):
         sight.at_start(backend.compute.from_numpy(_normal(0, 2, HIDDEN)))
-    assert Lookahead(ExpertCache([4] * 2, EXPERTS, POLICIES["lru"], disk.loader), TOP_K, lambda: 0.0).natives() is None
+    others = ExpertCache([4] * 2, EXPERTS, POLICIES["resident-set"], disk.loader)
+    assert Lookahead(others, TOP_K, lambda: 0.0).natives() is None
     disk.loader.close()

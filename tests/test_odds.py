@@ -38,7 +38,7 @@ class _UsesTwin:
 @settings(deadline=None, max_examples=80)
 @given(st.lists(_experts, max_size=40), _experts, _experts)
 def test_decayed_uses(steps: list[list[int]], resident: list[int], kept: list[int]) -> None:
-    uses, twin = _core.DecayedUses(NUM_EXPERTS, HALF_LIFE), _UsesTwin()
+    uses, twin = _core.Uses(_core.Worth.DECAYED_USES, NUM_EXPERTS, HALF_LIFE), _UsesTwin()
     for step in steps:
         uses.use(step)
         twin.steps.append(step)
@@ -55,6 +55,31 @@ def test_decayed_uses(steps: list[list[int]], resident: list[int], kept: list[in
         else:  # equal sums may differ in their last bit
             more = sum(value > rounded[expert] for value in rounded)
             assert more <= rank < more + rounded.count(rounded[expert])
+
+
+@settings(deadline=None, max_examples=80)
+@given(st.sampled_from(list(_core.Worth)[1:]), st.lists(_experts, max_size=40), _experts, _experts)
+def test_other_counts(worth: _core.Worth, steps: list[list[int]], resident: list[int], kept: list[int]) -> None:
+    uses, twin = _core.Uses(worth, NUM_EXPERTS), _UsesTwin()
+    for step in steps:
+        uses.use(step)
+        twin.steps.append(step)
+    for expert in resident:
+        uses.set_resident(expert, True)
+
+    def value(expert: int) -> float:
+        count, last = sum(expert in step for step in steps), twin.last_use(expert) + 1 or -1
+        if worth == _core.Worth.LAST_USE:
+            return last
+        return count if worth == _core.Worth.USES else count / (len(steps) - last + 1)
+
+    values = [value(expert) for expert in range(NUM_EXPERTS)]
+    assert [uses.value(expert) for expert in range(NUM_EXPERTS)] == values
+    order = {expert: (values[expert], twin.last_use(expert), expert) for expert in range(NUM_EXPERTS)}
+    assert uses.lowest(kept) == min(set(resident) - set(kept), key=order.__getitem__, default=-1)
+    more = [sum(other > one for other in values) for one in values]
+    wanted = [NUM_EXPERTS if twin.last_use(expert) < 0 else more[expert] for expert in range(NUM_EXPERTS)]
+    assert uses.ranks(list(range(NUM_EXPERTS))) == wanted
 
 
 FLOOR, RISE, FALL, EARLY = 0.4, 3 / 128, 1 / 128, 2.0
@@ -150,7 +175,7 @@ def test_what_is_no_expert_is_refused() -> None:
             odds.weigh(layer, distance, ranked, [0.0], book, 1)
     with pytest.raises(ValueError, match="margin"):
         odds.weigh(0, 0, [1], [], book, 1)
-    uses = _core.DecayedUses(NUM_EXPERTS, HALF_LIFE)
+    uses = _core.Uses(_core.Worth.DECAYED_USES, NUM_EXPERTS, HALF_LIFE)
     for call in (lambda expert: odds.loaded(LAYERS, expert), lambda expert: book.insert(expert, False)):
         with pytest.raises(IndexError):
             call(NUM_EXPERTS)

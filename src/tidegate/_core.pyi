@@ -372,10 +372,16 @@ def pack_codes(
 ) -> None: ...
 def unpack(packed: PackedMatrix, out: F32Array, threads: int) -> None: ...
 
-# ---- decayed_uses.h, odds.h
+# ---- uses.h, rank_counts.h, layer_book.h, layer_cache.h, odds.h, gate.h
 
-class DecayedUses:
-    def __init__(self, num_experts: int, half_life: float) -> None: ...
+class Worth(Enum):
+    DECAYED_USES = 0
+    LAST_USE = 1
+    USES = 2
+    USES_OVER_AGE = 3
+
+class Uses:
+    def __init__(self, worth: Worth, num_experts: int, half_life: float = 1.0) -> None: ...
     def use(self, experts: Sequence[int]) -> None: ...
     def value(self, expert: int) -> float: ...
     def set_resident(self, expert: int, is_resident: bool) -> None: ...
@@ -429,7 +435,7 @@ class LayerCache:
         book: LayerBook,
         loads: ExpertLoads,
         counts: CacheCounts,
-        uses: DecayedUses,
+        uses: Uses,
         ranks: RankCounts | None,
         always_used: float,
     ) -> None: ...

@@ -81,7 +81,7 @@ class Policy(ABC):
     native code, where ``worth`` is proportional to the odds; None where there is no such thing.
     """
 
-    native: _core.DecayedUses | None = None
+    native: _core.Uses | None = None
 
     @abstractmethod
     def on_access(self, experts: Sequence[int]) -> None:

@@ -6,8 +6,6 @@ used least recently, then to the lower id, so that equal histories give equal vi
 
 from __future__ import annotations
 
-from abc import abstractmethod
-from bisect import bisect_right
 from collections.abc import Callable, Collection, Sequence
 
 from tidegate import _core
@@ -15,96 +13,11 @@ from tidegate.errors import UsageError
 from tidegate.experts.base import Policy
 
 
-class ScoredPolicy(Policy):
-    """Evicts the lowest ``value``. Keeps the last use of every expert, resident or not."""
+class CountingPolicy(Policy):
+    """Evicts whoever is worth least by native counts, which know every expert, resident or not."""
 
-    def __init__(self, num_experts: int) -> None:
-        self._now = 0
-        self._last_use = [-1] * num_experts
-        self._resident: set[int] = set()
-
-    def on_access(self, experts: Sequence[int]) -> None:
-        self._now += 1
-        for expert in experts:
-            self._last_use[expert] = self._now
-            self._count(expert)
-
-    def _count(self, expert: int) -> None:
-        """One use of the expert, at time ``self._now``, beyond what is kept anyway."""
-
-    def on_insert(self, expert: int) -> None:
-        self._resident.add(expert)
-
-    def on_evict(self, expert: int) -> None:
-        self._resident.remove(expert)
-
-    def victim(self, kept: Collection[int]) -> int | None:
-        candidates = list(self._resident.difference(kept))
-        if not candidates:
-            return None
-        scores = self._scores(candidates)
-        lowest = min(scores)
-        if scores.count(lowest) == 1:
-            return candidates[scores.index(lowest)]
-        tied = [expert for expert, score in zip(candidates, scores, strict=True) if score == lowest]
-        return min(tied, key=lambda expert: (self._last_use[expert], expert))
-
-    def ranks(self, experts: Sequence[int]) -> list[int]:
-        scores = self._scores(range(len(self._last_use)))
-        order, size = sorted(scores), len(scores)
-        return [
-            size - bisect_right(order, scores[expert]) if self._last_use[expert] >= 0 else size for expert in experts
-        ]
-
-    @abstractmethod
-    def _scores(self, experts: Sequence[int]) -> Sequence[float]:
-        """Numbers in the order of ``value``."""
-
-
-class Lru(ScoredPolicy):
-    """Least recently used."""
-
-    def value(self, expert: int) -> float:
-        return float(self._last_use[expert])
-
-    def _scores(self, experts: Sequence[int]) -> Sequence[float]:
-        return list(map(self._last_use.__getitem__, experts))
-
-
-class Lfu(ScoredPolicy):
-    """Least frequently used, counted since the start and kept for evicted experts too."""
-
-    def __init__(self, num_experts: int) -> None:
-        super().__init__(num_experts)
-        self._uses = [0] * num_experts
-
-    def _count(self, expert: int) -> None:
-        self._uses[expert] += 1
-
-    def value(self, expert: int) -> float:
-        return float(self._uses[expert])
-
-    def _scores(self, experts: Sequence[int]) -> Sequence[float]:
-        return list(map(self._uses.__getitem__, experts))
-
-
-class Lfru(Lfu):
-    """Frequency over age: uses divided by accesses since the last use."""
-
-    def value(self, expert: int) -> float:
-        return self._uses[expert] / (self._now - self._last_use[expert] + 1)
-
-    def _scores(self, experts: Sequence[int]) -> Sequence[float]:
-        uses, last_use, now = self._uses, self._last_use, self._now + 1
-        return [uses[expert] / (now - last_use[expert]) for expert in experts]
-
-
-class DecayedLfu(Policy):
-    """Uses that fade: each counts 2 ** (-age / half_life). The default policy, so the counting is native."""
-
-    def __init__(self, num_experts: int, half_life: float = 16.0) -> None:
-        self._uses = self.native = _core.DecayedUses(num_experts, half_life)
-        self._always_used: float = 1 / (1 - 2.0 ** (-1.0 / half_life))
+    def __init__(self, uses: _core.Uses) -> None:
+        self._uses = self.native = uses
 
     def on_access(self, experts: Sequence[int]) -> None:
         self._uses.use(experts)
@@ -122,11 +35,40 @@ class DecayedLfu(Policy):
     def value(self, expert: int) -> float:
         return self._uses.value(expert)
 
-    def worth(self, odds: float) -> float:
-        return odds * self._always_used
-
     def ranks(self, experts: Sequence[int]) -> list[int]:
         return self._uses.ranks(experts)
+
+
+class Lru(CountingPolicy):
+    """Least recently used."""
+
+    def __init__(self, num_experts: int) -> None:
+        super().__init__(_core.Uses(_core.Worth.LAST_USE, num_experts))
+
+
+class Lfu(CountingPolicy):
+    """Least frequently used, counted since the start and kept for evicted experts too."""
+
+    def __init__(self, num_experts: int) -> None:
+        super().__init__(_core.Uses(_core.Worth.USES, num_experts))
+
+
+class Lfru(CountingPolicy):
+    """Frequency over age: uses divided by accesses since the last use."""
+
+    def __init__(self, num_experts: int) -> None:
+        super().__init__(_core.Uses(_core.Worth.USES_OVER_AGE, num_experts))
+
+
+class DecayedLfu(CountingPolicy):
+    """Uses that fade: each counts 2 ** (-age / half_life). The default policy."""
+
+    def __init__(self, num_experts: int, half_life: float = 16.0) -> None:
+        super().__init__(_core.Uses(_core.Worth.DECAYED_USES, num_experts, half_life))
+        self._always_used: float = 1 / (1 - 2.0 ** (-1.0 / half_life))
+
+    def worth(self, odds: float) -> float:
+        return odds * self._always_used
 
 
 class ResidentSet(DecayedLfu):

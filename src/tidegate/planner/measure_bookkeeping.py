@@ -180,7 +180,7 @@ class _Unmoved:
         self.counters, book = CacheCounters(), _core.LayerBook(num_experts, 0, len(here))
         for expert in here:
             book.insert(expert, False)
-        uses = _core.DecayedUses(num_experts, 1.0)
+        uses = _core.Uses(_core.Worth.USES, num_experts)
         self._native = _core.LayerCache(
             0, book, _core.ExpertLoads(loader.native), _core.CacheCounts(), uses, None, always_used=1.0
         )
