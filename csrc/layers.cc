@@ -10,21 +10,31 @@ Matrix attention_half(Compute& compute, const KvPages& kv, const Step& step, con
 }
 
 Progress run_at_hand(Compute& compute, const KvPages& kv, const Step& step, const Matrix& x, const std::vector<LayerAtHand>& layers,
-                     float scale, SlotSource& source) {
+                     float scale, SlotSource& source, const std::vector<const Sight*>& sights) {
   Progress done;
-  for (const LayerAtHand& layer : layers) {
+  for (std::size_t i = 0; i < layers.size(); ++i) {
+    const LayerAtHand& layer = layers[i];
+    const Sight* const sight = sights.empty() ? nullptr : sights.at(i);
     {
       const Scratch scratch(compute.workspace);
+      if (sight != nullptr) sight->at_start(x);
       add(compute, x, attention_half(compute, kv, step, layer.attention, x, layer.attention_norm, layer.qkv, layer.out), scale);
     }
     ++done.halves;
     const Scratch scratch(compute.workspace);
-    const Matrix normed = norm(compute, x, layer.moe_norm);
-    const AtHand found = moe_at_hand(compute, normed, layer.router, layer.layout, layer.activation, *layer.book, source);
-    if (found.num_experts == 0) break;
-    add(compute, x, found.out, scale);
+    if (layer.cache != nullptr) {
+      const Routed routed = run_layer(compute, x, {layer.moe_norm, layer.router, layer.layout, layer.activation, {}, {}}, *layer.cache, sight);
+      done.failed_slot = routed.failed_slot;
+      if (!routed.out) break;
+      add(compute, x, *routed.out, scale);
+    } else {
+      const Matrix normed = norm(compute, x, layer.moe_norm);
+      const AtHand found = moe_at_hand(compute, normed, layer.router, layer.layout, layer.activation, *layer.book, source);
+      if (found.num_experts == 0) break;
+      add(compute, x, found.out, scale);
+      done.experts += found.num_experts;
+    }
     ++done.halves;
-    done.experts += found.num_experts;
   }
   return done;
 }

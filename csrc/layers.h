@@ -1,10 +1,13 @@
-// Whole layers without leaving native code, as long as all the experts that their routers choose are in memory.
+// Whole layers without leaving native code, as long as all the experts that their routers choose are in memory, or a cache serves
+// them.
 #pragma once
 #include <cstdint>
 #include <vector>
 
 #include "attention.h"
+#include "gate.h"
 #include "layer_book.h"
+#include "layer_cache.h"
 #include "linear.h"
 #include "moe.h"
 #include "route.h"
@@ -22,6 +25,7 @@ struct LayerAtHand {
   ExpertLayout layout;
   ActivationParams activation;
   const LayerBook* book = nullptr;
+  LayerCache* cache = nullptr;  // where experts can be evicted
 };
 
 // norm, projection to queries, keys and values, attend, output projection.
@@ -30,10 +34,12 @@ Matrix attention_half(Compute& compute, const KvPages& kv, const Step& step, con
 
 struct Progress {
   int halves = 0, experts = 0;
+  int failed_slot = -1;  // of a load that a cache waited for
 };
 // x += scale * y for what each half, attention and experts in turn, makes of x. Stops in front of the first half that wants an
-// expert that is not ready or was never used; returns how many halves were done, and how many experts they took.
+// expert that is not ready or was never used, or that a cache does not serve; returns how many halves were done, and how many
+// experts they took that no cache has counted. `sights`: one a layer, or none.
 Progress run_at_hand(Compute& compute, const KvPages& kv, const Step& step, const Matrix& x, const std::vector<LayerAtHand>& layers,
-                     float scale, SlotSource& source);
+                     float scale, SlotSource& source, const std::vector<const Sight*>& sights);
 
 }  // namespace tidegate

@@ -60,7 +60,7 @@ def test_layers_at_hand_are_the_blocks_one_by_one(name, monkeypatch):
         return done
 
     monkeypatch.setattr(whole.decoder.backend, "run_at_hand", counted)
-    monkeypatch.setattr(single.decoder.backend, "run_at_hand", lambda x, layers: (0, 0))
+    monkeypatch.setattr(single.decoder.backend, "run_at_hand", lambda x, layers, sights: (0, 0, -1))
     ids, num_halves = token_ids(40), 2 * whole.config.num_layers
     steps = (
         [[(0, [token])] for token in ids[:8]]
@@ -95,7 +95,7 @@ def test_layers_are_not_at_hand_where_experts_can_be_evicted_or_somebody_watches
         tiny.decoder.experts.trace = Watcher() if watched else None
         calls = []
         monkeypatch.setattr(
-            tiny.decoder.backend, "run_at_hand", lambda x, layers, calls=calls: (calls.append(x), (0, 0))[1]
+            tiny.decoder.backend, "run_at_hand", lambda x, layers, sights, calls=calls: (calls.append(x), (0, 0, -1))[1]
         )
         tiny.run([(0, token_ids(3))])
         assert not calls

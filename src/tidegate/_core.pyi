@@ -324,6 +324,7 @@ class LayerAtHand:
         layout: ExpertLayout,
         activation: ActivationParams,
         book: LayerBook,
+        cache: LayerCache | None,
     ) -> None: ...
 
 class LayerWeights:
@@ -359,8 +360,15 @@ def attention(
     out: PackedMatrix,
 ) -> Matrix: ...
 def run_at_hand(
-    compute: Compute, kv: KvPages, step: Step, x: Matrix, layers: Layers, scale: float, source: SlotSource
-) -> tuple[int, int]: ...
+    compute: Compute,
+    kv: KvPages,
+    step: Step,
+    x: Matrix,
+    layers: Layers,
+    scale: float,
+    source: SlotSource,
+    sights: Sequence[Sight],
+) -> tuple[int, int, int]: ...
 
 # ---- pack.h
 

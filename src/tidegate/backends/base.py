@@ -10,7 +10,7 @@ inputs unless they say so.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Generic, TypeVar
 
@@ -212,7 +212,7 @@ class MoeLayer:
 
 @dataclass(frozen=True)
 class LayerAtHand:
-    """A layer of grouped attention and routed experts; ``book`` as in ``moe_at_hand``."""
+    """A layer of grouped attention and routed experts; ``book`` as in ``moe_at_hand``, or ``cache`` as in ``run_moe``."""
 
     attention_norm: Norm
     qkv: Linear
@@ -222,6 +222,7 @@ class LayerAtHand:
     router: Router
     layout: ExpertLayout
     book: _core.LayerBook
+    cache: _core.LayerCache | None = None
 
 
 @dataclass(frozen=True)
@@ -347,10 +348,12 @@ class Backend(ABC, Generic[A]):
         visited, or if a load has failed. None, and nothing done, where calls cost nothing."""
         return None
 
-    def run_at_hand(self, x: A, layers: LayersAtHand) -> tuple[int, int]:
-        """``x`` through the layers' halves in one call, ``attention`` and ``moe_at_hand`` in turn, up to the first that would be
-        None: (how many halves were done, of how many experts). Changes x; (0, 0) where calls cost nothing."""
-        return 0, 0
+    def run_at_hand(self, x: A, layers: LayersAtHand, sights: Sequence[_core.Sight] = ()) -> tuple[int, int, int]:
+        """``x`` through the layers' halves in one call, ``attention`` and ``moe_at_hand`` or ``run_moe`` in turn, up to the first
+        that would be None or without a sum: how many halves were done, of how many experts that no cache has counted, and the
+        slot whose load has failed, or -1. ``sights``: of every layer, or none. Changes x. Nothing is done where calls cost
+        nothing."""
+        return 0, 0, -1
 
     @abstractmethod
     def gated_mlp(self, x: A, gate_up: Linear, down: Linear, activation: tuple[str, float, float]) -> A:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 
 from tidegate import _core
@@ -126,13 +128,14 @@ class AttentionOps(LinearOps):
             known = self._moe_layers[id(layer)] = self._make_moe_layer(layer), layer
         return _core.run_layer(self.compute, x, known[0], cache, sight)
 
-    def run_at_hand(self, x: Matrix, layers: LayersAtHand) -> tuple[int, int]:
-        if layers.slots.native is None:
-            return 0, 0
+    def run_at_hand(self, x: Matrix, layers: LayersAtHand, sights: Sequence[_core.Sight] = ()) -> tuple[int, int, int]:
+        source = layers.slots.native
+        if source is None:
+            return 0, 0, -1
         known = self._layers.get(id(layers))
         if known is None:
             known = self._layers[id(layers)] = self._make_layers(layers), layers
-        return _core.run_at_hand(self.compute, self._kv, self._step, x, known[0], layers.scale, layers.slots.native)
+        return _core.run_at_hand(self.compute, self._kv, self._step, x, known[0], layers.scale, source, sights)
 
     def rank(self, scores: Matrix, top_k: int, most: int) -> Ranking:
         return _core.rank(scores, top_k, most)
@@ -238,6 +241,7 @@ class AttentionOps(LinearOps):
                     layout=self._layout(layer.layout),
                     activation=activation,
                     book=layer.book,
+                    cache=layer.cache,
                 )
                 for layer in layers.layers
             ]

@@ -116,9 +116,11 @@ class ExpertCache:
     def native(self, layer: int) -> _core.LayerCache | None:
         """What visits the layer natively in a decode step, where experts can be evicted, and counts all but what ``counters``
         shows at once; None if loader or policy have no such thing."""
-        if layer == 0:
-            self._deal()
         return self._layers[layer].native
+
+    def is_prompt(self, num_rows: int) -> bool:
+        """Whether the latest tokens of such a step count one by one."""
+        return self._is_scarce and num_rows > PROMPT_TOKENS
 
     def count_hits(self, count: int) -> None:
         """So many experts that were ``at_hand`` were used without a visit."""
@@ -127,6 +129,11 @@ class ExpertCache:
     def worth(self, layer: int, odds: float) -> float:
         """The policy value of an expert that is needed with these odds, for ``prefetch``."""
         return self._layers[layer].policy.worth(odds)
+
+    def deal(self) -> None:
+        """A step begins: slots move between layers, if it is time."""
+        if self._shares and self._shares.is_due:
+            self._move_slots(self._shares.deal([one.book.capacity for one in self._layers]))
 
     def visit(
         self, layer: int, needed: Sequence[int], rows: Sequence[Sequence[int]] = ()
@@ -142,7 +149,7 @@ class ExpertCache:
         one = self._layers[layer]
         book = one.book
         if layer == 0:
-            self._deal()
+            self.deal()
         if self._is_scarce:  # otherwise nothing is ever evicted
             self._access(layer, needed, rows)
         slots = [book.slot_of(expert) for expert in needed]
@@ -232,11 +239,6 @@ class ExpertCache:
             if self._shares and len(experts) <= capacity and self._shares.wants(layer):
                 self._shares.observe(layer, policy.ranks(experts))
             policy.on_access(experts)
-
-    def _deal(self) -> None:
-        """A step begins: slots move between layers, if it is time."""
-        if self._shares and self._shares.is_due:
-            self._move_slots(self._shares.deal([one.book.capacity for one in self._layers]))
 
     def _move_slots(self, capacities: Sequence[int]) -> None:
         """Take slots from the layers that have too many, their least valuable experts with them, and give them to the others.

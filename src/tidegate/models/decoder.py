@@ -55,37 +55,42 @@ class Decoder(Generic[A]):
         mark = backend.mark()
         if self.experts is not None:
             self.experts.begin_step(len(batch.token_ids_T))
-        for block in self._blocks[self._run_at_hand(x) :]:
+        for block in self._blocks[self._run_at_hand(x, len(batch.token_ids_T)) :]:
             backend.add(x, block(x), scale)
             backend.release(mark)
         return backend.logits(x, self.weights.final_norm, self.weights.head, self.config.logits_divisor)
 
-    def _run_at_hand(self, x: A) -> int:
+    def _run_at_hand(self, x: A, num_rows: int) -> int:
         """How many blocks the backend could run at once."""
         experts = self.experts
-        if experts is None or experts.is_watched:
+        if experts is None or not experts.runs_whole(num_rows):
             return 0
         if self._at_hand[0] is not experts.cache:
             self._at_hand = experts.cache, self._layers_at_hand(experts)
         layers = self._at_hand[1]
         if layers is None:
             return 0
-        done, num_experts = self.backend.run_at_hand(x, layers)
+        experts.cache.deal()
+        done, num_experts, failed_slot = self.backend.run_at_hand(x, layers, experts.sights or ())
         experts.cache.count_hits(num_experts)
+        experts.raise_failure(failed_slot)
         return done
 
     def _layers_at_hand(self, experts: Experts) -> LayersAtHand | None:
-        """All layers, if their experts are never evicted and the backend knows such layers as a whole."""
-        layers = []
+        """All layers, if their experts are never evicted or a native cache serves them, and the backend knows such layers as a
+        whole."""
+        layers, cache = [], experts.cache
         for number, layer in enumerate(self.weights.layers):
             one, moe = layer.attention, layer.feed_forward
             if isinstance(one, LatentAttentionWeights) or isinstance(moe, MlpWeights):
                 return None
-            book = experts.cache.at_hand(number)
-            if book is None or moe.shared_gate_up is not None:
+            native = cache.native(number)
+            if (cache.at_hand(number) is None and native is None) or moe.shared_gate_up is not None:
                 return None
-            layout = experts.layouts[number]
-            layers.append(LayerAtHand(one.norm, one.qkv, one.attention, one.out, moe.norm, moe.router, layout, book))
+            layout, book = experts.layouts[number], cache.book(number)
+            layers.append(
+                LayerAtHand(one.norm, one.qkv, one.attention, one.out, moe.norm, moe.router, layout, book, native)
+            )
         return LayersAtHand(tuple(layers), experts.slots, self._activation, self.config.residual_multiplier)
 
     def _layer_blocks(self, layer: LayerWeights) -> tuple[Callable[[A], A], Callable[[A], A]]:

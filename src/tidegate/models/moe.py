@@ -135,13 +135,27 @@ class Experts:
         """Somebody wants to know what the routers choose."""
         return self.lookahead is not None or self.foreseer is not None or self.trace is not None
 
+    def runs_whole(self, num_rows: int) -> bool:
+        """Whether a step of so many rows may run all layers in one call: nobody but sights wants to know what routers choose."""
+        return (self._is_native or not self.is_watched) and not self.cache.is_prompt(num_rows)
+
     def at_hand(self, layer: int) -> _core.LayerBook | None:
         """``ExpertCache.at_hand``, if nobody watches."""
         return None if self.is_watched else self.cache.at_hand(layer)
 
     def native(self, layer: int) -> _core.LayerCache | None:
         """``ExpertCache.native``, if nobody wants to know what the router chooses but sights."""
-        return self.cache.native(layer) if self._is_native else None
+        if not self._is_native:
+            return None
+        if layer == 0:
+            self.cache.deal()
+        return self.cache.native(layer)
+
+    def raise_failure(self, slot: int) -> None:
+        """Why the load into the slot failed; -1: none did."""
+        if slot >= 0:
+            self.slots.wait(slot)
+            raise AssertionError(f"the load into slot {slot} failed, but wait() does not say why")
 
     def tell(self, guess: Guess | None) -> None:
         """Pass a guess on to whoever wants it."""
@@ -179,9 +193,7 @@ class MoeBlock(Generic[A]):
                 if total is not None:
                     return self._add_shared(total, shared, x)
                 assert more is not None
-                if more.failed_slot >= 0:
-                    experts.slots.wait(more.failed_slot)
-                    raise AssertionError(f"the load into slot {more.failed_slot} failed, but wait() does not say why")
+                experts.raise_failure(more.failed_slot)
                 return self._visit(x, Routing(*more.routing()))
         book = experts.at_hand(weights.layer)
         if book is not None:  # most likely everything is in memory
