@@ -129,6 +129,8 @@ def _prefetched(path, policy: str, *, natively: bool) -> tuple[list[list[int]], 
                 disk.settle(cache)
                 visit.close()
             else:
+                if layer == 0:
+                    cache.deal()
                 native = cache.native(layer)
                 assert native.serves(needed, 1) and not native.serves(needed, 17)
                 native.visit(needed)

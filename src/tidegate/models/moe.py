@@ -9,7 +9,7 @@
 
 Experts outer, tokens inner: however many tokens the step has, an expert is loaded once for all of them. When the layer
 needs more experts than it has slots, the cache yields them in several placements, and each slot is reused only after
-the backend has moved on to the next. Where nothing is ever evicted and nobody looks on, all of it is one call of the backend.
+the backend has moved on to the next. Where nobody looks on but sights, steps of few tokens are one call of the backend.
 
 T tokens of the step, D hidden, K experts per token.
 """
