@@ -23,7 +23,7 @@ using namespace tidegate;
 void check(bool ok, const char* what) {
   if (ok) return;
   std::fprintf(stderr, "FAILED: %s\n", what);
-  std::exit(1);
+  std::_Exit(1);  // other threads still use what exit() would destroy
 }
 
 std::mt19937 random_bits(7);
