@@ -45,7 +45,7 @@ void bind_odds(nb::module_& m) {
       .def_prop_ro("counts", &RankCounts::counts)
       .def_prop_ro("most_needed", &RankCounts::most_needed)
       .def_prop_ro("looks", &RankCounts::looks);
-  nb::class_<LayerBook>(m, "LayerBook", "Which expert of a layer is in which slot; see layer_cache.h.")
+  nb::class_<LayerBook>(m, "LayerBook", "Which expert of a layer is in which slot; see layer_book.h.")
       .def(nb::init<int, int, int>(), "num_experts"_a, "first_slot"_a, "capacity"_a)
       .def_prop_ro("num_free", &LayerBook::num_free)
       .def_prop_ro("num_pinned", &LayerBook::num_pinned)
@@ -54,7 +54,6 @@ void bind_odds(nb::module_& m) {
       .def("slot_of", &LayerBook::slot_of, "expert"_a)
       .def("is_here", &LayerBook::is_here, "expert"_a)
       .def("is_unused", &LayerBook::is_unused, "expert"_a)
-      .def("is_pinned", &LayerBook::is_pinned, "expert"_a)
       .def("residents", &LayerBook::residents)
       .def("pinned", &LayerBook::pinned)
       .def("insert", &LayerBook::insert, "expert"_a, "is_unused"_a)
@@ -146,9 +145,6 @@ void bind_caches(nb::module_& m) {
       .def("serves", &LayerCache::serves, "needed"_a, "num_rows"_a)
       .def("visit", &LayerCache::visit, "needed"_a)
       .def("leave", &LayerCache::leave, "needed"_a)
-      .def("prefetch", [](LayerCache& cache, int expert, double odds, const std::vector<int>& keep) {
-        return cache.prefetch(expert, odds, keep.data(), static_cast<int>(keep.size()));
-      }, "expert"_a, "odds"_a, "keep"_a)
       .def("cancel_refuted", &LayerCache::cancel_refuted);
 }
 

@@ -118,13 +118,6 @@ int MoeStep::run(const std::vector<int>& experts, const std::vector<int>& slots,
   return -1;
 }
 
-std::vector<int> MoeStep::experts() const {
-  std::vector<int> chosen;
-  for (std::size_t e = 0; e + 1 < starts_.size(); ++e)
-    if (starts_[e] < starts_[e + 1]) chosen.push_back(static_cast<int>(e));
-  return chosen;
-}
-
 void MoeStep::compute_batch(std::vector<Expert>& batch) {
   const Scratch scratch(compute_.workspace);
   bool any_gathered = false;
@@ -260,6 +253,20 @@ Matrix MoeStep::finish() {
   return out_;
 }
 
+namespace {
+
+// The experts that were chosen, ascending.
+std::vector<int> distinct(const std::vector<std::int32_t>& ids, int num_experts) {
+  std::vector<std::uint8_t> is_chosen(static_cast<std::size_t>(num_experts));
+  for (const std::int32_t id : ids) is_chosen[static_cast<std::size_t>(id)] = 1;
+  std::vector<int> out;
+  for (int expert = 0; expert < num_experts; ++expert)
+    if (is_chosen[static_cast<std::size_t>(expert)]) out.push_back(expert);
+  return out;
+}
+
+}  // namespace
+
 AtHand moe_at_hand(Compute& compute, const Matrix& x, const RouterParams& router, const ExpertLayout& layout,
                    const ActivationParams& activation, const LayerBook& book, SlotSource& source) {
   const auto pairs = static_cast<std::size_t>(x.rows * router.top_k);
@@ -271,23 +278,14 @@ AtHand moe_at_hand(Compute& compute, const Matrix& x, const RouterParams& router
   };
   if (!std::all_of(ids.begin(), ids.end(), is_here)) return {};
   MoeStep step(compute, x, ids.data(), weights.data(), router.top_k, layout, activation);
-  const std::vector<int> experts = step.experts();
-  std::vector<int> chosen;
-  for (int expert : experts) chosen.push_back(book.slot_of(expert));
-  if (step.run(experts, chosen, source) >= 0) throw std::logic_error("moe: an expert that was here is gone");
+  const std::vector<int> experts = distinct(ids, router.num_experts);
+  std::vector<int> slots;
+  for (const int expert : experts) slots.push_back(book.slot_of(expert));
+  if (step.run(experts, slots, source) >= 0) throw std::logic_error("moe: an expert that was here is gone");
   return {step.finish(), static_cast<int>(experts.size())};
 }
 
 namespace {
-
-std::vector<int> distinct(const std::vector<std::int32_t>& ids, int num_experts) {
-  std::vector<std::uint8_t> is_chosen(static_cast<std::size_t>(num_experts));
-  for (const std::int32_t id : ids) is_chosen[static_cast<std::size_t>(id)] = 1;
-  std::vector<int> out;
-  for (int expert = 0; expert < num_experts; ++expert)
-    if (is_chosen[static_cast<std::size_t>(expert)]) out.push_back(expert);
-  return out;
-}
 
 // A visit: pinned from the start to the end of the scope, whatever happens in it.
 class Visit {
@@ -303,7 +301,7 @@ class Visit {
 
  private:
   LayerCache& cache_;
-  const std::vector<int>& needed_;
+  const std::vector<int> needed_;  // a copy: what is returned may have been moved by then
 };
 
 }  // namespace

@@ -37,9 +37,6 @@ class MoeStep {
   // load failed; the step cannot be finished then. Experts that no token chose are not waited for.
   int run(const std::vector<int>& experts, const std::vector<int>& slots, SlotSource& source);
 
-  // Those that some token chose, ascending.
-  std::vector<int> experts() const;
-
   // [T, D]. Throws std::logic_error if some pair's expert was in no placement, or was in two.
   Matrix finish();
 

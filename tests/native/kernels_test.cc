@@ -15,16 +15,11 @@
 #include "moe.h"
 #include "pack.h"
 #include "quantize.h"
+#include "testing.h"
 
 namespace {
 
 using namespace tidegate;
-
-void check(bool ok, const char* what) {
-  if (ok) return;
-  std::fprintf(stderr, "FAILED: %s\n", what);
-  std::_Exit(1);  // other threads still use what exit() would destroy
-}
 
 std::mt19937 random_bits(7);
 

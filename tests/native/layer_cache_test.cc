@@ -11,6 +11,7 @@
 #include <vector>
 
 #include "faulty_reader.h"
+#include "testing.h"
 
 namespace {
 
@@ -18,20 +19,6 @@ using namespace tidegate;
 
 constexpr int kExperts = 24, kSlots = 9, kNeeded = 4, kLayers = 2, kSteps = 3000;
 constexpr std::int64_t kBlobBytes = 2 * 4096;
-
-void check(bool ok, const char* what) {
-  if (ok) return;
-  std::fprintf(stderr, "FAILED: %s\n", what);
-  std::_Exit(1);  // threads may be running
-}
-
-struct Random {
-  std::uint64_t state;
-  int below(int bound) {
-    state = state * 6364136223846793005ULL + 1442695040888963407ULL;
-    return static_cast<int>((state >> 33) % static_cast<std::uint64_t>(bound));
-  }
-};
 
 // Blob i is full of bytes i + 1.
 struct BlobFile {

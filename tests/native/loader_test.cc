@@ -14,6 +14,7 @@
 #include "crc32.h"
 #include "faulty_reader.h"
 #include "pool.h"
+#include "testing.h"
 
 namespace {
 
@@ -24,20 +25,6 @@ using tidegate::SlotState;
 
 constexpr int kBlobs = 24, kSlots = 6, kWaiters = 3;
 constexpr std::int64_t kBlobBytes = 3 * 4096;
-
-void check(bool ok, const char* what) {
-  if (ok) return;
-  std::fprintf(stderr, "FAILED: %s\n", what);
-  std::_Exit(1);  // other threads still use what exit() would destroy
-}
-
-struct Random {
-  std::uint64_t state;
-  int below(int bound) {
-    state = state * 6364136223846793005ULL + 1442695040888963407ULL;
-    return static_cast<int>((state >> 33) % static_cast<std::uint64_t>(bound));
-  }
-};
 
 // A file of random blobs, removed at the end.
 struct BlobFile {

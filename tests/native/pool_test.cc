@@ -1,5 +1,6 @@
 // The pool under many small jobs of changing size, from two callers: every index exactly once, nothing after the return.
 #include "pool.h"
+#include "testing.h"
 
 #include <atomic>
 #include <cstdio>
@@ -8,12 +9,6 @@
 #include <vector>
 
 namespace {
-
-void check(bool ok, const char* what) {
-  if (ok) return;
-  std::fprintf(stderr, "FAILED: %s\n", what);
-  std::_Exit(1);  // other threads still use what exit() would destroy
-}
 
 void hammer(tidegate::Pool& pool, unsigned seed, int jobs) {
   std::vector<int> hits;

@@ -46,6 +46,7 @@ class Lookahead:
     """Drive it in the order of a step: ``begin_step``; for every MoE layer ``after_route`` once its own loads are queued; and,
     in a step that ``wants_guesses``, ``foresee`` for each guess, where it is made.
 
+    ``counts``: somebody asks in this step; otherwise nothing is loaded ahead, and nothing learned.
     ``busy_ratio`` says how busy the channel was since it was last asked, 0 to 1. ``curves``: one a distance, to start from.
     ``clock`` as in Trial.
     """
@@ -69,7 +70,7 @@ class Lookahead:
         self._most_rows = most_rows(slots / cache.num_layers, experts_per_token)
         self._idle_steps = self._num_worthy = 0
         self._trial = Trial(clock)
-        self._counts = True
+        self.counts = True
 
     @property
     def threshold(self) -> float:
@@ -90,7 +91,7 @@ class Lookahead:
         """A forward pass of so many rows starts."""
         odds = self.odds
         odds.forget()
-        self.wants_guesses, self._counts = False, True
+        self.wants_guesses, self.counts = False, True
         if num_rows > self._most_rows:
             self._trial.skip_step()
             return
@@ -103,16 +104,11 @@ class Lookahead:
                 self._idle_steps, self._num_worthy = 0, odds.num_worthy
             self._idle_steps += 1
             self.wants_guesses = self._idle_steps <= _PATIENCE or self._idle_steps % _NAP_STEPS == 0
-        self._counts = self.wants_guesses  # where nobody asks, nothing more is spent
-
-    @property
-    def counts(self) -> bool:
-        """Whether anybody asks in this step: otherwise nothing is loaded ahead, and nothing learned."""
-        return self._counts
+        self.counts = self.wants_guesses  # where nobody asks, nothing more is spent
 
     def after_route(self, layer: int, needed: Sequence[int]) -> None:
         """What the layer really needs: loads that nobody asked for are stopped, and curves and floor follow."""
-        if self._counts:
+        if self.counts:
             self._cache.cancel_refuted(layer)
             self.odds.learn(layer, needed)
 
