@@ -15,8 +15,8 @@ import time
 import numpy as np
 
 from tidegate import _core
-from tidegate.backends.base import AttentionWeights, KvLayout, Linear, Norm, Rope, StepBatch
 from tidegate.backends.cpu import CpuBackend
+from tidegate.backends.operands import AttentionWeights, KvLayout, Linear, Norm, Rope, StepBatch
 from tidegate.model_config import AttentionConfig
 from tidegate.quant.formats import Format
 

@@ -32,7 +32,7 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 from tidegate import _core
-from tidegate.backends.base import ByteArray
+from tidegate.backends.operands import ByteArray
 from tidegate.checkpoint.store import ExpertStore
 from tidegate.config import EngineOptions, parse_options
 from tidegate.engine import bench

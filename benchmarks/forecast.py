@@ -30,7 +30,7 @@ from pathlib import Path
 import numpy as np
 
 from tidegate import _core
-from tidegate.backends.base import ByteArray
+from tidegate.backends.operands import ByteArray
 from tidegate.checkpoint.inventory import dense_tensors
 from tidegate.checkpoint.manifest import DENSE_FILE, EXPERTS_FILE, MANIFEST, Manifest, lay_out, to_json
 from tidegate.checkpoint.reading import read_into

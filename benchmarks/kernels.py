@@ -18,8 +18,8 @@ import time
 import numpy as np
 
 from tidegate import _core
-from tidegate.backends.base import Linear, Routing
 from tidegate.backends.cpu_linear import LinearOps
+from tidegate.backends.operands import Linear, Routing
 from tidegate.experts.base import Placement
 from tidegate.quant import native
 from tidegate.quant.formats import Format

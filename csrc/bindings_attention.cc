@@ -47,7 +47,7 @@ KvFormat parse_kv_format(const std::string& name) {
 
 // Arrays are borrowed, so none may be converted on the way in: .noconvert() refuses instead, keep_alive holds the rest.
 void bind_grouped(nb::module_& m) {
-  nb::class_<KvPages>(m, "KvPages", "KV pages in the layout of backends/base.py.")
+  nb::class_<KvPages>(m, "KvPages", "KV pages in the layout of backends/operands.py.")
       .def("__init__", [](KvPages* self, const Bytes& memory, int num_layers, int kv_heads, int k_dim, int v_dim,
                           const std::string& format) {
         new (self) KvPages(memory.data(), memory.size(), num_layers, kv_heads, k_dim, v_dim, parse_kv_format(format));

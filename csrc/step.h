@@ -7,7 +7,7 @@
 
 namespace tidegate {
 
-// KV pages as KvLayout of backends/base.py describes them. `data` belongs to somebody else.
+// KV pages as KvLayout of backends/operands.py describes them. `data` belongs to somebody else.
 class KvPages {
  public:
   // Throws std::invalid_argument if bytes is not a whole number of pages of kPageTokens positions.

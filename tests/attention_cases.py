@@ -10,8 +10,9 @@ import numpy as np
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from tidegate.backends.base import Backend, F32Array, KvLayout, StepBatch
+from tidegate.backends.base import Backend
 from tidegate.backends.cpu import CpuBackend
+from tidegate.backends.operands import F32Array, KvLayout, StepBatch
 
 PAGE = 16
 

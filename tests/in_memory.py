@@ -12,8 +12,9 @@ from typing import Any
 
 import numpy as np
 
-from tidegate.backends.base import Backend, ExpertSlots, KvLayout, StepBatch
+from tidegate.backends.base import Backend
 from tidegate.backends.cpu import CpuBackend
+from tidegate.backends.operands import ExpertSlots, KvLayout, StepBatch
 from tidegate.backends.reference import ReferenceBackend
 from tidegate.checkpoint.base import Checkpoint
 from tidegate.checkpoint.hf import HfCheckpoint

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from attention_cases import aligned, cpu_backend, cuts, run_chunks
 from tidegate import _core
-from tidegate.backends.base import AttentionWeights, KvLayout, Linear, Norm, Rope
+from tidegate.backends.operands import AttentionWeights, KvLayout, Linear, Norm, Rope
 from tidegate.backends.reference import ReferenceBackend
 from tidegate.model_config import AttentionConfig
 from tidegate.quant.formats import Format

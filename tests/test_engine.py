@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tidegate.backends.base import StepBatch
+from tidegate.backends.operands import StepBatch
 from tidegate.config import SamplingOptions
 from tidegate.engine.engine import Engine
 from tidegate.engine.kv_cache import KvCache

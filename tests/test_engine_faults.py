@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 from engines import fixed_process, load_model, num_threads
 from stores import VOCAB, qwen_config, write_store
 from tidegate import _core
-from tidegate.backends.base import Backend, Routing
+from tidegate.backends.base import Backend
+from tidegate.backends.operands import Routing
 from tidegate.checkpoint.manifest import DENSE_FILE, EXPERTS_FILE
 from tidegate.checkpoint.store import ExpertStore
 from tidegate.config import SamplingOptions

@@ -4,8 +4,9 @@ import numpy as np
 import pytest
 
 from attention_cases import cpu_backend
-from tidegate.backends.base import Backend, Norm, Router
+from tidegate.backends.base import Backend
 from tidegate.backends.cpu_attention import _NativeGate
+from tidegate.backends.operands import Norm, Router
 from tidegate.backends.reference import ReferenceBackend
 from tidegate.checkpoint.store import Blob
 from tidegate.experts.base import CacheCounters

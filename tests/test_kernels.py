@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from kernel_cases import ISAS, OPS, make_ops, run
 from tidegate import _core
-from tidegate.backends.base import Linear
+from tidegate.backends.operands import Linear
 from tidegate.backends.reference_math import PackedMatrix, gated_activation
 from tidegate.errors import OverBudget
 from tidegate.quant import native, pack

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from attention_cases import cpu_backend
 from kernel_cases import ISAS, OPS, make_ops
 from tidegate import _core
-from tidegate.backends.base import ExpertSlots, Norm, Router, Routing
+from tidegate.backends.operands import ExpertSlots, Norm, Router, Routing
 from tidegate.backends.reference import ReferenceBackend
 from tidegate.errors import ReadFailed
 from tidegate.experts.base import ExpertKey, Placement

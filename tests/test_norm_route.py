@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from attention_cases import cpu_backend
 from tidegate import _core
-from tidegate.backends.base import Norm, Router
+from tidegate.backends.operands import Norm, Router
 from tidegate.backends.reference import ReferenceBackend
 from tidegate.model_config import MoeConfig
 

@@ -14,7 +14,7 @@ import checkpoints
 import gguf_convert
 from published import MODELS, write_headers
 from test_quantized_checkpoints import fp8_checkpoint, mxfp4_checkpoint
-from tidegate.backends.base import KvLayout
+from tidegate.backends.operands import KvLayout
 from tidegate.checkpoint.convert import ConvertOptions, convert
 from tidegate.checkpoint.inventory import count_parameters, dense_tensors
 from tidegate.checkpoint.store import ExpertStore

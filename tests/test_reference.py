@@ -7,7 +7,7 @@ from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3TopkR
 from transformers.models.phimoe.modeling_phimoe import sparsemixer
 
 import checkpoints
-from tidegate.backends.base import KvLayout
+from tidegate.backends.operands import KvLayout
 from tidegate.backends.reference import ReferenceBackend
 from tidegate.backends.reference_math import choose, gated_activation, quantize_activations
 from tidegate.model_config import MoeConfig

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from tidegate.backends.base import ByteArray, F32Array, I32Array
+from tidegate.backends.operands import ByteArray, F32Array, I32Array
 
 version: str
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from tidegate import _core
-from tidegate.backends.base import ByteArray
+from tidegate.backends.operands import ByteArray
 from tidegate.experts.base import ExpertKey
 from tidegate.experts.loader import NativeLoader
 

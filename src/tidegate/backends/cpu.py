@@ -10,8 +10,8 @@ import os
 import numpy as np
 
 from tidegate import _core
-from tidegate.backends.base import ByteArray, F32Array, StepBatch
 from tidegate.backends.cpu_attention import AttentionOps
+from tidegate.backends.operands import ByteArray, F32Array, StepBatch
 from tidegate.errors import UsageError
 
 

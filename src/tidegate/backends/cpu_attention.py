@@ -8,24 +8,23 @@ import numpy as np
 
 from tidegate import _core
 from tidegate._core import Matrix
-from tidegate.backends.base import (
+from tidegate.backends.base import Gate, Ranking
+from tidegate.backends.cpu_linear import LinearOps
+from tidegate.backends.operands import (
     AttentionWeights,
     ByteArray,
     ExpertSlots,
     F32Array,
-    Gate,
     KvLayout,
     LayersAtHand,
     Linear,
     MoeLayer,
     Norm,
-    Ranking,
     Rope,
     Router,
     Routing,
     StepBatch,
 )
-from tidegate.backends.cpu_linear import LinearOps
 from tidegate.quant.layout import ExpertLayout
 
 
@@ -90,10 +89,10 @@ class AttentionOps(LinearOps):
         layer = known[0] if known else self._make_latent(weights)
         return _core.attend_latent(self.compute, self._kv, self._step, layer, q, kv)
 
-    def route(self, x: Matrix, router: Router) -> Routing[Matrix]:
+    def route(self, x: Matrix, router: Router) -> Routing:
         return Routing(*_core.route(self.compute, x, self._router(router)))
 
-    def norm_route(self, x: Matrix, norm: Norm, router: Router) -> tuple[Matrix, Routing[Matrix]]:
+    def norm_route(self, x: Matrix, norm: Norm, router: Router) -> tuple[Matrix, Routing]:
         normed, ids_TK, weights_TK, said_E = _core.norm_route(self.compute, x, self._norm(norm), self._router(router))
         return normed, Routing(ids_TK, weights_TK, said_E)
 

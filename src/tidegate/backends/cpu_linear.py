@@ -6,7 +6,8 @@ from collections.abc import Iterable
 
 from tidegate import _core
 from tidegate._core import Matrix
-from tidegate.backends.base import Backend, ExpertSlots, F32Array, Linear, Norm, Routing, StepBatch
+from tidegate.backends.base import Backend
+from tidegate.backends.operands import ExpertSlots, F32Array, Linear, Norm, Routing, StepBatch
 from tidegate.experts.base import Placement
 from tidegate.quant.layout import ExpertLayout
 from tidegate.quant.native import native_format
@@ -41,7 +42,7 @@ class LinearOps(Backend[Matrix]):
     def moe(
         self,
         x: Matrix,
-        routing: Routing[Matrix],
+        routing: Routing,
         layout: ExpertLayout,
         placements: Iterable[Placement],
         slots: ExpertSlots,

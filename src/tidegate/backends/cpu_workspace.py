@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
-from tidegate.backends.base import KvLayout
+from tidegate.backends.operands import KvLayout
 from tidegate.experts.gates_file import GATES_FORMAT
 from tidegate.model_config import ModelConfig
 from tidegate.quant.formats import Format

@@ -11,16 +11,15 @@ from typing import Any
 
 import numpy as np
 
-from tidegate.backends.base import (
+from tidegate.backends.base import Backend, Ranking
+from tidegate.backends.operands import (
     AttentionWeights,
-    Backend,
     ByteArray,
     ExpertSlots,
     F32Array,
     KvLayout,
     Linear,
     Norm,
-    Ranking,
     Router,
     Routing,
     StepBatch,
@@ -132,7 +131,7 @@ class ReferenceBackend(Backend[F32Array]):
         ]
         return np.concatenate(out, axis=1)
 
-    def route(self, x: F32Array, router: Router) -> Routing[F32Array]:
+    def route(self, x: F32Array, router: Router) -> Routing:
         weights = router.weight_ED.astype(np.float64)
         logits = np.array([weights @ row for row in x.astype(np.float64)]).reshape(len(x), -1)
         if router.bias_E is not None:
@@ -146,7 +145,7 @@ class ReferenceBackend(Backend[F32Array]):
     def moe(
         self,
         x: F32Array,
-        routing: Routing[F32Array],
+        routing: Routing,
         layout: ExpertLayout,
         placements: Iterable[Placement],
         slots: ExpertSlots,

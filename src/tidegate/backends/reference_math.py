@@ -12,7 +12,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from tidegate.backends.base import LARGEST_MARGIN, ByteArray, F32Array, I32Array, Norm, Ranking, Rope
+from tidegate.backends.base import LARGEST_MARGIN, Ranking
+from tidegate.backends.operands import ByteArray, F32Array, I32Array, Norm, Rope
 from tidegate.model_config import MoeConfig
 from tidegate.quant.formats import MXFP4_VALUES, Format
 from tidegate.quant.pack import unpack, unpack_codes

@@ -14,8 +14,8 @@ from typing import NamedTuple
 
 import tidegate
 from tidegate import _core
-from tidegate.backends.base import KvLayout
 from tidegate.backends.cpu_workspace import StepShape, kinds_of_layers
+from tidegate.backends.operands import KvLayout
 from tidegate.checkpoint.files import cache_folder, whole_file
 from tidegate.model_config import ModelConfig
 from tidegate.quant.formats import Format

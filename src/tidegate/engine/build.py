@@ -15,8 +15,9 @@ from typing import TYPE_CHECKING, Any, cast
 import numpy as np
 
 from tidegate import _core
-from tidegate.backends.base import Backend, ByteArray, F32Array
+from tidegate.backends.base import Backend
 from tidegate.backends.cpu_workspace import kinds_of_layers
+from tidegate.backends.operands import ByteArray, F32Array
 from tidegate.checkpoint.reading import read_into
 from tidegate.checkpoint.store import ExpertStore
 from tidegate.config import EngineOptions

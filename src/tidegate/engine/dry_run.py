@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from tidegate import _core
-from tidegate.backends.base import ByteArray, ExpertSlots, StepBatch
+from tidegate.backends.operands import ByteArray, ExpertSlots, StepBatch
 from tidegate.engine.activation_peak import Peak
 from tidegate.engine.needs import Sizes
 from tidegate.errors import OverBudget

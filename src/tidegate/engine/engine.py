@@ -11,7 +11,7 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from tidegate.backends.base import StepBatch
+from tidegate.backends.operands import StepBatch
 from tidegate.engine.native_sampler import sample
 from tidegate.engine.scheduler import Chunk, Scheduler, make_batch
 from tidegate.engine.sequence import Sampled, Sequence

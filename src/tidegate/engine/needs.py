@@ -9,8 +9,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol
 
-from tidegate.backends.base import KvLayout
 from tidegate.backends.cpu_workspace import Activations, StepShape, activations
+from tidegate.backends.operands import KvLayout
 from tidegate.checkpoint.manifest import ALIGNMENT, DenseEntry, lay_out
 from tidegate.checkpoint.store import ExpertStore
 from tidegate.config import EngineOptions

@@ -13,7 +13,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from tidegate.backends.base import Backend, F32Array, I32Array
+from tidegate.backends.base import Backend
+from tidegate.backends.operands import F32Array, I32Array
 from tidegate.engine.build import Runtime
 from tidegate.engine.model import Model
 from tidegate.models.guesses import Guess

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from tidegate.backends.base import StepBatch
+from tidegate.backends.operands import StepBatch
 from tidegate.engine.kv_cache import KvCache
 from tidegate.engine.sequence import FinishReason, Sampled, Sequence
 from tidegate.errors import TidegateError

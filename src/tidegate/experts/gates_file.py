@@ -18,7 +18,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from tidegate.backends.base import ByteArray, F32Array, Linear
+from tidegate.backends.operands import ByteArray, F32Array, Linear
 from tidegate.checkpoint.files import InputFile, whole_file
 from tidegate.checkpoint.reading import read_into
 from tidegate.checkpoint.safetensors import METADATA, read_header, read_metadata

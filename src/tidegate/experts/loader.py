@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tidegate import _core
-from tidegate.backends.base import ExpertSlots
+from tidegate.backends.operands import ExpertSlots
 from tidegate.checkpoint.reading import open_files, read_failure
 from tidegate.checkpoint.store import Blob
 from tidegate.errors import CorruptFile

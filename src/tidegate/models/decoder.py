@@ -8,7 +8,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Generic
 
-from tidegate.backends.base import A, Backend, F32Array, LayerAtHand, LayersAtHand, StepBatch
+from tidegate.backends.base import A, Backend
+from tidegate.backends.operands import F32Array, LayerAtHand, LayersAtHand, StepBatch
 from tidegate.experts.cache import ExpertCache
 from tidegate.model_config import ModelConfig
 from tidegate.models.attention import GroupedAttention, LatentAttention

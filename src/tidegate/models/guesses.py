@@ -19,7 +19,8 @@ from typing import TYPE_CHECKING, Any, Generic, NamedTuple, Protocol, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from tidegate.backends.base import A, Backend, F32Array, Gate, Linear, Norm, Ranking
+from tidegate.backends.base import A, Backend, Gate, Ranking
+from tidegate.backends.operands import F32Array, Linear, Norm
 from tidegate.backends.reference_math import choice_scores, ranked_margins
 from tidegate.experts.gates_file import Gate as GateArrays
 from tidegate.experts.gates_file import next_gate, start_gate

@@ -22,7 +22,8 @@ from dataclasses import dataclass, field
 from itertools import chain
 from typing import TYPE_CHECKING, Any, Generic, Protocol
 
-from tidegate.backends.base import A, Backend, ExpertSlots, F32Array, I32Array, MoeLayer, Routing
+from tidegate.backends.base import A, Backend
+from tidegate.backends.operands import ExpertSlots, F32Array, I32Array, MoeLayer, Routing
 from tidegate.experts.cache import ExpertCache
 from tidegate.experts.foreseer import Foreseer
 from tidegate.experts.lookahead import OWN_CURVES, Curve, Lookahead
@@ -222,7 +223,7 @@ class MoeBlock(Generic[A]):
             experts.tell(guesser.at_start(layer, x))
             experts.spent(0, time.perf_counter_ns() - began_ns)
 
-    def _visit(self, x: A, routing: Routing[A]) -> A:
+    def _visit(self, x: A, routing: Routing) -> A:
         """``x``: what the router saw."""
         backend, experts, layer = self._backend, self._experts, self._weights.layer
         began_ns = time.perf_counter_ns()
@@ -243,7 +244,7 @@ class MoeBlock(Generic[A]):
             experts.spent(time.perf_counter_ns() - began_ns, 0)
         return self._add_shared(out, shared, x)
 
-    def _look_ahead(self, x: A, routing: Routing[A], needed: list[int]) -> None:
+    def _look_ahead(self, x: A, routing: Routing, needed: list[int]) -> None:
         experts, backend, layer = self._experts, self._backend, self._weights.layer
         foreseer = experts.foreseer
         if foreseer is not None:

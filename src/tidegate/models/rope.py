@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from tidegate.backends.base import F32Array, Rope
+from tidegate.backends.operands import F32Array, Rope
 from tidegate.model_config import RopeConfig
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Protocol
 
-from tidegate.backends.base import AttentionWeights, ByteArray, F32Array, Linear, Norm, Rope, Router
+from tidegate.backends.operands import AttentionWeights, ByteArray, F32Array, Linear, Norm, Rope, Router
 from tidegate.model_config import ModelConfig
 from tidegate.models.rope import rope_table
 from tidegate.quant.formats import Format

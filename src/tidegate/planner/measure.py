@@ -12,7 +12,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 from tidegate import _core
-from tidegate.backends.base import ByteArray
+from tidegate.backends.operands import ByteArray
 from tidegate.errors import TidegateError
 from tidegate.memory.arena import Arena
 from tidegate.memory.ledger import Ledger

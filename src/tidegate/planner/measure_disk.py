@@ -14,7 +14,7 @@ from tempfile import TemporaryFile
 import numpy as np
 
 from tidegate import _core
-from tidegate.backends.base import ByteArray
+from tidegate.backends.operands import ByteArray
 from tidegate.errors import ReadFailed
 from tidegate.experts.loader import LoaderOptions
 from tidegate.planner.machine import DiskRate

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from tidegate import _core
-from tidegate.backends.base import ByteArray, F32Array
+from tidegate.backends.operands import ByteArray, F32Array
 from tidegate.quant.formats import Format
 from tidegate.quant.layout import ExpertLayout
 from tidegate.quant.native import native_format
