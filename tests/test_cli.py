@@ -58,6 +58,12 @@ def test_no_arguments_is_help_and_version_is_the_packages() -> None:
         (["run", "x", "hello", "--policy", "lruu"], "'lru'"),
         (["run", "x", "hello", "--file", "f"], "not both"),
         (["run", "x", "hello", "--chat", "--raw"], "--raw"),
+        (["run", "x", "hello", "--seed", "-1"], "between 0 and 9223372036854775807"),
+        (["run", "x", "hello", "--trace", "/no/such/t"], "--trace /no/such/t: there is no folder /no/such"),
+        (["run", "x", "hello", "--trace", "/"], "--trace /: is a folder"),
+        (["bench", "x", "--trace", "/"], "--trace /: is a folder"),
+        (["trace", "x", "text", "-o", "/no/such/t"], "--output /no/such/t: there is no folder /no/such"),
+        (["train", "run", "--tokens", "t", "--workers", "0"], "--workers 0: must be at least 1"),
         (["run", "/no/such/model", "hello"], "/no/such/model"),
     ],
 )

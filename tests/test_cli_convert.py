@@ -15,7 +15,7 @@ import checkpoints
 from tidegate.checkpoint.convert import convert
 from tidegate.cli import main
 from tidegate.cli.info import count_parameters
-from tidegate.cli.progress import ByteProgress
+from tidegate.cli.progress import Progress
 from tidegate.models.families import model_config
 
 
@@ -60,7 +60,13 @@ def test_mistakes_are_one_line(tmp_path, arguments, code, said):
 
 
 def test_ctrl_c_says_that_the_same_command_goes_on(tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(ByteProgress, "__call__", lambda *_: signal.raise_signal(signal.SIGINT))
+    tell = Progress.__call__
+
+    def interrupted(self, done, total, what=""):
+        tell(self, done, total, what)
+        signal.raise_signal(signal.SIGINT)
+
+    monkeypatch.setattr(Progress, "__call__", interrupted)
     assert main(["convert", str(checkpoints.checkpoint("olmoe")), str(tmp_path / "dst")]) == 130
     assert "dst.partial keeps what is done, the same command goes on" in capsys.readouterr().err
     monkeypatch.undo()
@@ -153,7 +159,7 @@ def test_info_of_a_broken_store(tmp_path):
 def test_progress_is_lines_in_a_log(monkeypatch, capsys):
     clock = iter(range(1000))
     monkeypatch.setattr(time, "monotonic", lambda: float(next(clock)))
-    with ByteProgress("converting") as progress:
+    with Progress("converting") as progress:
         for done in range(0, 1001, 10):
             progress(done, 1000, "x")
     lines = capsys.readouterr().err.splitlines()

@@ -139,10 +139,13 @@ def test_a_predictor_is_fitted_scored_and_simulated(capsys, tmp_path, kind) -> N
         (["simulate", TRACE, *SIZE, "--slots", "8", "--predictor", "gates"], "what the gates guessed"),
         (["simulate", TRACE, *SIZE, "--slots", "8", "--sweep", "random"], "grid or optuna"),
         (["simulate", TRACE, *SIZE, "--slots", "8", "--plot", "x.svg"], "ends in .png"),
+        (["simulate", TRACE, *SIZE, "--slots", "8", "--plot", "/no/such/x.png"], "there is no folder /no/such"),
         (["simulate", "none.trace", *SIZE, "--slots", "8"], "no such trace"),
         (["fit-predictor", TRACE, "--kind", "magic", "-o", "x"], "--kind 'magic'"),
         (["fit-predictor", TRACE, "--kind", "next-gate", "-o", "x"], "--sketch"),
         (["fit-predictor", TRACE, "--kind", "decayed", "-o", "x", "--slots", "40"], "--slots 40"),
+        (["fit-predictor", TRACE, "--kind", "decayed", "-o", "/"], "--output /: is a folder"),
+        (["fit-predictor", TRACE, "--kind", "semantic", "-o", "x"], "--embedding"),
     ],
 )
 def test_mistakes_are_named(capsys, arguments: list[str], said: str) -> None:

@@ -9,6 +9,7 @@ from gguf_files import write_gguf
 from test_gguf_blocks import random_blocks
 from tidegate.checkpoint import gguf_blocks
 from tidegate.checkpoint.convert import ConvertOptions, convert
+from tidegate.cli import main
 from tidegate.experts.base import ExpertKey
 from tidegate.quant import pack as tw
 from tidegate.quant.formats import Format
@@ -52,6 +53,20 @@ def mixed_model(path, gate_up, down, dense):
 def matrix(raw_and_kind, expert):
     raw, kind = raw_and_kind
     return gguf.quants.dequantize(raw[expert], gguf.GGMLQuantizationType[kind])
+
+
+def test_info_names_the_types(tmp_path, capsys):
+    src, _ = mixed_model(
+        tmp_path / "x.gguf", ["Q4_0", "Q4_0"], ["Q4_0", "Q6_K"], dict.fromkeys("qkvo", "Q8_0") | {"embed": "Q8_0"}
+    )
+    assert main(["info", str(src)]) == 0
+    formats = capsys.readouterr().out.splitlines()[-1].split(None, 1)
+    assert formats[0] == "formats" and [one.split()[0] for one in formats[1].split(", ")] == [
+        "Q4_0",
+        "Q8_0",
+        "Q6_K",
+        "F32",
+    ]
 
 
 def test_a_mix_keeps_each_matrix_in_its_own_format(tmp_path):

@@ -17,6 +17,7 @@ from tidegate.cli import main
 from tidegate.errors import CorruptFile, UsageError
 from tidegate.experts.gates_file import PREDICTOR_FILE, find_gates, fingerprint
 from tidegate.experts.lookahead import OWN_CURVES
+from tidegate.experts.predictor_file import find_predictor
 
 __all__ = ["fixed_process"]
 WORDS = ["tide", "gate", "the", "of", "slot", "expert", "0.5", "\n", "router", "x = y;"]
@@ -35,6 +36,14 @@ def fitted(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
         patch.setattr("builtins.print", lambda *parts, **_: printed.append(str(parts[0])))
         assert main(["fit-predictor", str(store), str(text), "--memory", "1GiB", "--context", "256", "--json"]) == 0
     return store, json.loads(printed[-1])
+
+
+def test_a_trace_cannot_be_replayed_with_gates_and_the_error_says_what_can(
+    fitted: tuple[Path, dict[str, object]],
+) -> None:
+    path = fitted[0] / PREDICTOR_FILE
+    with pytest.raises(UsageError, match=f"{path}: holds gates.*--predictor gates replays them"):
+        find_predictor(str(path), 2, 8)
 
 
 def test_it_finds_more_than_the_routers_alone(fitted: tuple[Path, dict[str, object]]) -> None:

@@ -228,7 +228,7 @@ def test_texts_of_different_words_are_of_different_classes_in_fitting_and_in_use
         assert predictor._class_of[history] == nearest
         wanted = predictor.class_CLE[nearest, 2].astype(np.float32)
         np.testing.assert_array_equal(predictor.features(history, 2)[-EXPERTS:], wanted)
-    with pytest.raises(UsageError, match="--model"):
+    with pytest.raises(UsageError, match="--embedding"):
         fit_predictor("semantic", rows)
 
 

@@ -70,7 +70,7 @@ class Option:
             raise UsageError(f"{self.flag} {value!r}: must be {'a whole number' if good == (int,) else 'a number'}")
         low, high = self.low, self.high
         if (low is not None and not value >= low) or (high is not None and not value <= high):
-            limits = f"at least {low:g}" if high is None else f"between {low:g} and {high:g}"
+            limits = f"at least {low}" if high is None else f"between {low} and {high}"
             raise UsageError(f"{self.flag} {value!r}: must be {limits}")
         return value if self.kind != "float" else float(value)
 

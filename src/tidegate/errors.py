@@ -34,7 +34,7 @@ class BudgetTooSmall(OverBudget):
         super().__init__("plan", smallest_bytes, budget_bytes, hint)
         self.args = (
             f"--memory {budget_bytes:,} B is too small by {missing:,} B; "
-            f"the smallest budget that works is {smallest_bytes:,} B ({hint})",
+            f"the smallest budget that works is {smallest_bytes:,} B, --memory {-(-smallest_bytes >> 20)}MiB ({hint})",
         )
 
 

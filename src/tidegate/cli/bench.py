@@ -8,10 +8,10 @@ from pathlib import Path
 from typing import Annotated, Any
 
 from tidegate.cli.arguments import Argument, Flag
+from tidegate.cli.files import check_output, read_utf8
 from tidegate.cli.options import flags
-from tidegate.cli.progress import ByteProgress
+from tidegate.cli.progress import converting
 from tidegate.cli.report import forecast_line, plan_table
-from tidegate.cli.texts import read_utf8
 from tidegate.config import EngineOptions
 from tidegate.engine import bench
 from tidegate.engine.model import load
@@ -43,8 +43,10 @@ def command(
     JSON object."""
     if text is not None and tokens is not None:
         raise UsageError("give --text or --tokens, not both")
+    if trace is not None:
+        check_output(trace, "--trace")
     options.setdefault("context", align_up(prefill + decode + 1, 16))
-    with ByteProgress(f"converting {model}") as progress:
+    with converting(model) as progress:
         loaded = load(model, progress=progress, **options)
     with loaded:
         ids = _tokens(tokens) if tokens else loaded.encode(read_utf8(text or _TEXT))

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import sys
-from contextlib import closing, suppress
+from contextlib import suppress
 from typing import Any
 
-from tidegate.cli.interrupt import Interrupt
+from tidegate.cli.answer import write_answer
 from tidegate.engine.model import Model
-from tidegate.errors import TidegateError
+from tidegate.errors import TidegateError, UsageError
 
 _HELP = "/reset starts anew, /quit or Ctrl-D leaves, Ctrl-C stops an answer"
 
@@ -45,16 +45,12 @@ def _read() -> str | None:
 def _exchange(model: Model, messages: list[dict[str, str]], message: str, sampling: dict[str, Any]) -> None:
     """Ask, print the answer as it comes, remember both. An error is printed and the message forgotten."""
     messages.append({"role": "user", "content": message})
-    pieces = []
     try:
-        with Interrupt() as interrupt, closing(model.stream(model.chat_prompt(messages), **sampling)) as answer:
-            for piece in answer:
-                pieces.append(piece)
-                print(piece, end="", flush=True)
-                if interrupt.asked:
-                    break
-        print()
-        messages.append({"role": "assistant", "content": "".join(pieces)})
+        answer, _ = write_answer(model, model.chat_prompt(messages), sampling)
+        messages.append({"role": "assistant", "content": answer})
     except TidegateError as error:
         messages.pop()
-        print(f"tidegate: error: {error}" + (" (or /reset)" if len(messages) else ""), file=sys.stderr)
+        print(
+            f"tidegate: error: {error}" + (" (or /reset)" if messages and isinstance(error, UsageError) else ""),
+            file=sys.stderr,
+        )

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 import time
 from pathlib import Path
 from typing import Annotated
@@ -11,11 +10,9 @@ from tidegate.checkpoint.convert import ConvertOptions, convert
 from tidegate.checkpoint.manifest import Manifest
 from tidegate.checkpoint.store import ExpertStore
 from tidegate.cli.arguments import Argument, Flag
-from tidegate.cli.progress import ByteProgress
+from tidegate.cli.progress import converting
 from tidegate.config import DENSE_KINDS, EXPERT_KINDS
 from tidegate.units import format_bytes, format_seconds
-
-_INTERRUPTED = 130
 
 
 def command(
@@ -36,12 +33,8 @@ def command(
     """Interrupted or killed, the same command goes on where it was. Routers, norms and biases stay float32."""
     options = ConvertOptions(experts, dense, group)
     started_s = time.monotonic()
-    try:
-        with ByteProgress(f"converting {src}") as progress:
-            convert(src, dst, options, overwrite=overwrite, progress=progress)
-    except KeyboardInterrupt:
-        print(f"tidegate: interrupted; {dst}.partial keeps what is done, the same command goes on", file=sys.stderr)
-        return _INTERRUPTED
+    with converting(src, f"{dst}.partial") as progress:
+        convert(src, dst, options, overwrite=overwrite, progress=progress)
     print(_summary(dst, ExpertStore.open(dst).manifest, time.monotonic() - started_s))
     return 0
 

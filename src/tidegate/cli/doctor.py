@@ -8,7 +8,7 @@ from typing import Annotated, Any
 
 from tidegate.cli.arguments import Argument, Flag
 from tidegate.cli.options import flags
-from tidegate.cli.progress import ByteProgress
+from tidegate.cli.progress import converting
 from tidegate.config import EngineOptions, SamplingOptions, parse_options
 from tidegate.engine.bench import make_card, measure
 from tidegate.engine.build import Runtime, build
@@ -31,7 +31,7 @@ def command(
     """The tokens are random, so the hit rate is that of unfamiliar text. Exit code 1 if something is wrong with the memory."""
     options.setdefault("context", prompt + answer + 1)
     parsed = parse_options(EngineOptions, options)
-    with ByteProgress(f"converting {model}") as progress:
+    with converting(model) as progress:
         store = open_store(model, parsed, progress=progress)
     with Model(build(store, parsed)) as loaded:
         run = _observe(loaded.runtime, prompt, answer)

@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import json
 import math
-from contextlib import closing
+from contextlib import ExitStack, closing
 from pathlib import Path
 from typing import Annotated, Any
 
 from tidegate.cli.arguments import Argument, Flag
+from tidegate.cli.files import read_utf8
 from tidegate.cli.options import flags
-from tidegate.cli.texts import read_utf8
+from tidegate.cli.progress import converting, counted
 from tidegate.config import EngineOptions
 from tidegate.engine import evaluate
-from tidegate.engine.model import load
+from tidegate.engine.model import Model, load
 from tidegate.errors import UsageError
 from tidegate.terminal import table
 from tidegate.units import align_up
@@ -39,24 +40,43 @@ def command(
     if len(contents) < len(texts):
         raise UsageError("a text is given twice")
     options["context"] = align_up(window + 1, 16)
-    windows: list[evaluate.Window] = []
-    with load(model, **options) as loaded:
-        scores = []
-        for name, text in contents.items():
-            scores.append(evaluate.score(loaded, name, evaluate.shorten(loaded, text, max_tokens), window))
+    recordings = []
+    with ExitStack() as temporary:
+        with _load(model, options) as loaded:
+            parts = {name: evaluate.shorten(loaded, text, max_tokens) for name, text in contents.items()}
+            with counted("tokens scored") as progress:
+                advance = progress.of(sum(len(loaded.encode(part)) - 1 for part in parts.values()))
+                scores = [evaluate.score(loaded, name, part, window, advance) for name, part in parts.items()]
             if reference is not None:
-                windows += evaluate.cut(
-                    loaded, name, evaluate.shorten(loaded, text, min(compare_tokens, max_tokens)), window
-                )
-        ours = evaluate.Recording(loaded, windows)
-    agreement = None
-    if reference is not None:
-        with load(reference, **options) as loaded, closing(evaluate.Recording(loaded, windows)) as theirs:
-            agreement = evaluate.compare(ours, theirs)
-    ours.close()
+                windows = _windows(loaded, parts, compare_tokens, window)
+                recordings.append(temporary.enter_context(_record(loaded, windows, "the model")))
+        if reference is not None:
+            with _load(reference, options) as loaded:
+                recordings.append(temporary.enter_context(_record(loaded, windows, "the reference")))
+        agreement = evaluate.compare(*recordings) if recordings else None
     report = _report(scores, agreement)
     print(json.dumps(report)) if as_json else _print_table(report)
     return 0
+
+
+def _load(path: str, options: dict[str, Any]) -> Model:
+    with converting(path) as progress:
+        return load(path, progress=progress, **options)
+
+
+def _windows(model: Model, texts: dict[str, str], max_tokens: int, window: int) -> list[evaluate.Window]:
+    """Of the beginning of every text."""
+    return [
+        one
+        for name, text in texts.items()
+        for one in evaluate.cut(model, name, evaluate.shorten(model, text, max_tokens), window)
+    ]
+
+
+def _record(model: Model, windows: list[evaluate.Window], whose: str) -> closing[evaluate.Recording]:
+    with counted(f"tokens of {whose} recorded") as progress:
+        advance = progress.of(sum(len(window.inputs) for window in windows))
+        return closing(evaluate.Recording(model, windows, advance))
 
 
 def _report(scores: list[evaluate.TextScore], agreement: evaluate.Agreement | None) -> dict[str, Any]:

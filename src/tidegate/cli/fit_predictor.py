@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import Annotated, Any
 
 from tidegate.cli.arguments import Argument, Flag
+from tidegate.cli.files import check_output, read_utf8
 from tidegate.cli.options import flags
-from tidegate.cli.progress import ByteProgress
-from tidegate.cli.texts import read_utf8
+from tidegate.cli.progress import converting, counted
 from tidegate.config import EngineOptions
 from tidegate.engine.source import open_store
 from tidegate.errors import UsageError
@@ -61,6 +61,8 @@ def command(
     """Reads the texts, and fits what tells from the state of one layer which experts the next ones will choose. It is kept beside
     the model and used from then on. Recall counts all used experts; recall on the misses only those that a cache of a quarter of
     the experts lacked, which are the ones that cost."""
+    if output is not None:
+        check_output(output, "--output")
     if kind is None:
         _fit_model(model, texts or [], output, tokens, held_out, as_json, options)
         return 0
@@ -105,11 +107,12 @@ def _fit_model(
         raise UsageError("give at least one text file; or --kind for a trace")
     contents = [read_utf8(text) for text in texts]
     began_s = time.process_time()
-    with ByteProgress(f"converting {path}") as progress:
+    with converting(path) as progress:
         loaded = load(path, progress=progress, prefetch="off", **options)
     with loaded:
         ids = [loaded.encode(content) for content in contents]
-        fit = fit_model(loaded, ids, output=output, tokens=tokens, held_out_ratio=held_out)
+        with counted("tokens read") as progress:
+            fit = fit_model(loaded, ids, output=output, tokens=tokens, held_out_ratio=held_out, progress=progress)
     spent_s = round(time.process_time() - began_s, 2)
     if as_json:
         print(json.dumps({**fit.to_json(), "cpu_s": spent_s}))
@@ -133,9 +136,10 @@ def _recall_text(recall: Recall, tokens: int) -> str:
 
 
 def _text(facts: dict[str, object], score: Score) -> str:
+    layers = "1 layer" if score.lookahead == 1 else f"{score.lookahead} layers"
     lines = [
         f"{facts['kind']}: fitted to {facts['fitted_tokens']:,} tokens in {facts['fit_cpu_s']} s, "
-        f"{facts['file_bytes']:,} bytes; scored on {score.tokens:,} others, {score.lookahead} layers ahead",
+        f"{facts['file_bytes']:,} bytes; scored on {score.tokens:,} others, {layers} ahead",
         f"  misses are those of {facts['slots']} slots a layer, {facts['policy']}",
         "  the m most probable         " + "".join(f"{m:>8}" for m in score.recall),
         "  recall                      " + "".join(f"{v:>8.1%}" for v in score.recall.values()),

@@ -35,6 +35,7 @@ def command(
     """Takes under 20 seconds. A result taken while others computed is shown, but not kept: exit code 1."""
     where = _file_to_read(path)
     machine: Machine | None = None
+    print("measuring memory, kernels, disk and engine for up to 20 seconds", file=sys.stderr, flush=True)
     for number in range(TRIES):
         found = measure_machine(where, threads or len(os.sched_getaffinity(0)))
         if machine is None or _unrest(found) < _unrest(machine):

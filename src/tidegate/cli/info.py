@@ -11,7 +11,7 @@ from tidegate.checkpoint.inventory import count_parameters, dense_tensors
 from tidegate.checkpoint.open import detect, open_checkpoint
 from tidegate.checkpoint.store import ExpertStore
 from tidegate.cli.arguments import Argument, Flag
-from tidegate.cli.progress import ByteProgress
+from tidegate.cli.progress import Progress
 from tidegate.errors import UsageError
 from tidegate.model_config import ModelConfig
 from tidegate.models.families import model_config, weight_map
@@ -29,7 +29,7 @@ def command(
         raise UsageError(f"--verify has no effect on {found}: only a store has checksums")
     facts = store_facts(ExpertStore.open(found)) if kind == "store" else source_facts(open_checkpoint(found))
     if verify:
-        with ByteProgress(f"verifying {found}") as progress:
+        with Progress(f"verifying {found}") as progress:
             ExpertStore.open(found).verify(progress)
         facts["verified"] = True
     print(json.dumps(facts) if as_json else "\n".join(_lines(facts)))
@@ -128,7 +128,9 @@ def _lines(facts: dict[str, Any]) -> list[str]:
         "layers": layers,
         "context": f"{facts['context']:,} tokens",
         "tokenizer": f"{tokenizer}, {facts['vocabulary']:,} tokens, {template}",
-        "bytes": format_bytes(facts["bytes"]) + ": " + _sizes(facts["parts_bytes"]),
+        "bytes": format_bytes(facts["bytes"])
+        + ": "
+        + _sizes({name.replace("_", " "): size for name, size in facts["parts_bytes"].items()}),
         "formats": _sizes(facts["formats_bytes"]),
     }
     if blobs := facts.get("expert_blob_bytes"):
@@ -141,7 +143,7 @@ def _lines(facts: dict[str, Any]) -> list[str]:
 
 
 def _sizes(sizes: dict[str, int]) -> str:
-    return ", ".join(f"{name.replace('_', ' ')} {format_bytes(size)}" for name, size in sizes.items() if size)
+    return ", ".join(f"{name} {format_bytes(size)}" for name, size in sizes.items() if size)
 
 
 def _billions(count: int) -> str:

@@ -43,10 +43,15 @@ def flags(
 
 def _parameter(panel: str, row: Option, *more_flags: str) -> inspect.Parameter:
     metavar = "|".join(row.choices) if row.choices else {"bytes": "BYTES", "text": "TEXT"}.get(row.kind)
-    default = f" (default: {row.default})" if row.default not in (None, False, ()) else ""
-    option = Flag(row.flag, *more_flags, help=row.help + default, metavar=metavar, group=panel, show_default=False)
+    default = "" if row.default is None or row.kind in ("flag", "texts") else f"  [default: {_plain(row.default)}]"
+    text = f"{row.help[0].upper()}{row.help[1:]}.{default}"
+    option = Flag(row.flag, *more_flags, help=text, metavar=metavar, group=panel, show_default=False)
     kind = _TYPES[row.kind] if row.kind == "flag" else Optional[_TYPES[row.kind]]  # noqa: UP045  (a runtime type)
     default_value = False if row.kind == "flag" else None
     return inspect.Parameter(
         row.name, inspect.Parameter.KEYWORD_ONLY, default=default_value, annotation=Annotated[kind, option]
     )
+
+
+def _plain(value: Any) -> str:
+    return f"{value:g}" if isinstance(value, float) else str(value)

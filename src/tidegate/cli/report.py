@@ -36,19 +36,16 @@ def _slots_note(plan: Plan) -> str:
 
 
 def closing_line(stats: dict[str, Any]) -> str:
-    """tokens/s, first token, hits/misses, bytes read, peak memory of budget."""
+    """tokens/s and first token, if there were any; hits/misses, bytes read, peak memory of budget."""
     hits, misses = stats["demand_hits"] + stats["prefetch_hits"], stats["misses"]
     visits = hits + misses
     rate = f" ({hits / visits:.1%} of {visits:,} expert visits hit)" if visits else ""
+    decode_s, first_s = stats["decode_s"], stats["first_token_s"]
     parts = [
-        f"{_rate(stats['decode_tokens'], stats['decode_s'])} tokens/s",
-        f"first token {format_seconds(stats['first_token_s'])}",
+        *([f"{stats['decode_tokens'] / decode_s:.1f} tokens/s"] if decode_s else []),
+        *([f"first token {format_seconds(first_s)}"] if first_s else []),
         f"{hits:,} hits / {misses:,} misses{rate}",
         f"{format_bytes(stats['read_bytes'])} read",
         f"peak {format_bytes(stats['peak_bytes'])} of {format_bytes(stats['budget_bytes'])}",
     ]
     return ", ".join(parts)
-
-
-def _rate(tokens: int, elapsed_s: float) -> str:
-    return f"{tokens / elapsed_s:.1f}" if elapsed_s > 0 else "0"

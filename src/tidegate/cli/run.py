@@ -4,22 +4,21 @@ from __future__ import annotations
 
 import json
 import sys
-from contextlib import closing, nullcontext
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Annotated, Any
 
+from tidegate.cli import INTERRUPTED
+from tidegate.cli.answer import write_answer
 from tidegate.cli.arguments import Argument, Flag
-from tidegate.cli.interrupt import Interrupt
+from tidegate.cli.files import check_output, read_utf8
 from tidegate.cli.options import flags
-from tidegate.cli.progress import ByteProgress
+from tidegate.cli.progress import converting
 from tidegate.cli.report import closing_line, forecast_line, plan_table
-from tidegate.cli.texts import read_utf8
 from tidegate.config import EngineOptions, SamplingOptions, parse_options, split_options
 from tidegate.engine.model import Model, load
 from tidegate.errors import UsageError
 from tidegate.planner.card import forecast_loaded
-
-_INTERRUPTED = 130
 
 
 @flags({"Model and memory": EngineOptions, "Sampling": SamplingOptions}, without=("sequences", "logprobs"))
@@ -42,7 +41,9 @@ def command(
         raise UsageError(f"--chat does not go with {'--raw' if raw else '--json'}")
     parse_options(SamplingOptions, sampling)  # a bad value is refused before anything is loaded
     text = _prompt(prompt, file, chat)
-    with ByteProgress(f"converting {model}") as progress:
+    if trace is not None:
+        check_output(trace, "--trace")
+    with converting(model) as progress:
         loaded = load(model, say=_say, progress=progress, **engine_options)
     with loaded:
         if not as_json:
@@ -81,16 +82,7 @@ def _prompt(prompt: str | None, file: Path | None, chat: bool) -> str | None:
 def _answer(model: Model, text: str, raw: bool, as_json: bool, sampling: dict[str, Any]) -> int:
     """One answer; 130 if Ctrl-C ended it."""
     ids = text if raw or not model.has_chat_template else model.chat_prompt([{"role": "user", "content": text}])
-    pieces = []
-    with Interrupt() as interrupt, closing(model.stream(ids, **sampling)) as answer:
-        for piece in answer:
-            pieces.append(piece)
-            if not as_json:
-                print(piece, end="", flush=True)
-            if interrupt.asked:
-                break
+    text, was_interrupted = write_answer(model, ids, sampling, is_shown=not as_json)
     if as_json:
-        print(json.dumps({"text": "".join(pieces), **model.stats(), "plan": model.plan.to_json()}))
-    else:
-        print()
-    return _INTERRUPTED if interrupt.asked else 0
+        print(json.dumps({"text": text, **model.stats(), "plan": model.plan.to_json()}))
+    return INTERRUPTED if was_interrupted else 0

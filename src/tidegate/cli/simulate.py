@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from functools import partial
 from itertools import islice, product
@@ -13,6 +13,8 @@ from typing import Annotated, Any
 
 from tidegate.checkpoint.convert.options import ConvertOptions
 from tidegate.cli.arguments import Argument, Flag
+from tidegate.cli.files import check_output
+from tidegate.cli.progress import counted
 from tidegate.config import EngineOptions
 from tidegate.errors import BudgetTooSmall, UsageError
 from tidegate.experts.foreseer import REACH
@@ -88,8 +90,10 @@ def command(
     """Runs the engine's own cache, policies and predictors against a clock and one I/O channel. Caches start empty."""
     if sweep not in (None, "grid", "optuna"):
         raise UsageError(f"--sweep {sweep!r}: grid or optuna")
-    if plot is not None and plot.suffix.lower() != ".png":
-        raise UsageError(f"--plot {plot}: the plot is a PNG; give a name that ends in .png")
+    if plot is not None:
+        check_output(plot, "--plot")
+        if plot.suffix.lower() != ".png":
+            raise UsageError(f"--plot {plot}: the plot is a PNG; give a name that ends in .png")
     reader = TraceReader(trace)
     meta = reader.meta
     expert_bytes = parse_bytes(expert_size, "--expert-bytes") if expert_size else meta.expert_bytes
@@ -104,14 +108,17 @@ def command(
         _places(memory, slots), policy, predictor, staging, threshold, bits or str(recorded_bits), batch
     )  # fmt: skip
     configure = partial(_configure, meta, expert_bytes, fixed_bytes, recorded_bits)
-    run = _sweep(reader, tokens, profile, recorded_bits, most, share=not no_share).run
-    if sweep == "optuna":
-        from tidegate.sim.search import search  # noqa: PLC0415  (needs Optuna)
+    simulated = _sweep(reader, tokens, profile, recorded_bits, most, share=not no_share)
+    with counted("configurations simulated") as progress:
+        if sweep == "optuna":
+            from tidegate.sim.search import search  # noqa: PLC0415  (needs Optuna)
 
-        results = search(axes, configure, run, trials, seed)
-    else:
-        grid = dict.fromkeys(configure(**dict(zip(axes, values, strict=True))) for values in product(*axes.values()))
-        results = [run(config) for config in grid]
+            results = search(axes, configure, _counting(simulated.run, progress.of(trials)), trials, seed)
+        else:
+            grid = dict.fromkeys(
+                configure(**dict(zip(axes, values, strict=True))) for values in product(*axes.values())
+            )
+            results = list(map(_counting(simulated.run, progress.of(len(grid))), grid))
     best = pareto(results) if sweep else []
     if plot is not None:
         from tidegate.sim.sweep_plot import plot_results  # noqa: PLC0415  (needs matplotlib)
@@ -119,6 +126,19 @@ def command(
         plot_results(plot, results, best)
     _show(results, best, as_json)
     return 0
+
+
+def _counting(
+    run: Callable[[Configuration], Result], advance: Callable[[int], None]
+) -> Callable[[Configuration], Result]:
+    """``run``, which tells of each one that is done."""
+
+    def run_one(config: Configuration) -> Result:
+        result = run(config)
+        advance(1)
+        return result
+
+    return run_one
 
 
 def _profile(

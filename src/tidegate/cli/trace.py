@@ -7,9 +7,9 @@ from pathlib import Path
 from typing import Annotated, Any
 
 from tidegate.cli.arguments import Argument, Flag
+from tidegate.cli.files import check_output, read_utf8
 from tidegate.cli.options import flags
-from tidegate.cli.progress import ByteProgress
-from tidegate.cli.texts import read_utf8
+from tidegate.cli.progress import converting, counted
 from tidegate.config import EngineOptions
 from tidegate.errors import UsageError
 from tidegate.units import format_bytes, parse_bytes
@@ -35,6 +35,7 @@ def command(
     """Texts are read as they are, without a chat template, in pieces as long as the context, one piece of each in turn, so that
     the end of a trace, which scores predictors, has all kinds. An .npz file has experts
     [tokens, layers, experts per token] and offsets, and may have probs, token and category."""
+    check_output(output, "--output")
     if model.endswith(".npz"):
         if texts or options or answer != 1 or sketch:
             raise UsageError("an .npz file is recorded already: give only -o, --num-experts and --expert-bytes")
@@ -58,13 +59,17 @@ def _record(path: str, texts: list[Path], output: Path, answer: int, sketch: int
     from tidegate.engine.model import load  # noqa: PLC0415  (an import needs no engine)
 
     contents = [read_utf8(text) for text in texts]
-    with ByteProgress(f"converting {path}") as progress:
+    with converting(path) as progress:
         model = load(path, progress=progress, **options)
-    with model, model.trace(output, path, sketch) as writer:
+    with model, model.trace(output, path, sketch) as writer, counted("tokens read") as recorded:
         if answer >= model.context:
             raise UsageError(f"--answer {answer}: the context is {model.context} tokens; raise --context")
         piece = model.context - answer
         read = [model.encode(content) for content in contents]
+        for text, ids in zip(texts, read, strict=True):
+            if not ids:
+                raise UsageError(f"{text}: is empty; there is nothing to record")
+        advance = recorded.of(sum(map(len, read)))
         sequence = 0
         for start in range(0, max(map(len, read)), piece):
             for text, ids in zip(texts, read, strict=True):
@@ -72,3 +77,4 @@ def _record(path: str, texts: list[Path], output: Path, answer: int, sketch: int
                     sequence += 1
                     writer.categories[sequence] = text.stem
                     model.generate(ids[start : start + piece], max_tokens=answer, ignore_eos=True)
+                    advance(len(ids[start : start + piece]))

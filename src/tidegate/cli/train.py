@@ -10,6 +10,15 @@ from tidegate.errors import UsageError
 from tidegate.train.options import RouterOptions, TrainOptions
 
 _RUN, _ROUTER = "Run", "Router"
+_DEFAULTS = TrainOptions()
+
+
+def _run(text: str, field: str) -> Flag:
+    return Flag(group=_RUN, help=f"{text}  [default: {getattr(_DEFAULTS, field)}]")
+
+
+def _router(text: str, field: str) -> Flag:
+    return Flag(group=_ROUTER, help=f"{text}  [default: {getattr(_DEFAULTS.router, field)}]")
 
 
 def command(
@@ -20,30 +29,38 @@ def command(
         Path | None, Flag(help="Train nothing; write the newest checkpoint as a Hugging Face folder.")
     ] = None,
     time_limit: Annotated[float | None, Flag(help="Save and stop after this many seconds.")] = None,
-    steps: Annotated[int | None, Flag(group=_RUN, help="Optimizer steps in all.")] = None,
-    decay_steps: Annotated[int | None, Flag(group=_RUN, help="Last steps, with a falling rate.")] = None,
-    warmup_steps: Annotated[int | None, Flag(group=_RUN, help="First steps, with a rising rate.")] = None,
-    matrix_rate: Annotated[float | None, Flag(group=_RUN, help="Peak rate of matrices.")] = None,
-    other_rate: Annotated[float | None, Flag(group=_RUN, help="Peak rate of the rest.")] = None,
-    batch_sequences: Annotated[int | None, Flag(group=_RUN, help="Sequences a step.")] = None,
-    sequence_length: Annotated[int | None, Flag(group=_RUN, help="Tokens a sequence.")] = None,
-    seed: Annotated[int | None, Flag(group=_RUN, help="Of weights and batches.")] = None,
-    workers: Annotated[int | None, Flag(group=_RUN, help="Processes; one a core is best.")] = None,
-    device: Annotated[str | None, Flag(group=_RUN, help="cpu, or a torch device.")] = None,
-    no_compile: Annotated[bool, Flag("--no-compile", group=_RUN, help="Needs no C++ compiler.")] = False,
+    steps: Annotated[int | None, _run("Optimizer steps in all.", "steps")] = None,
+    decay_steps: Annotated[int | None, _run("How many steps at the end have a falling rate.", "decay_steps")] = None,
+    warmup_steps: Annotated[int | None, _run("How many steps at the start have a rising rate.", "warmup_steps")] = None,
+    matrix_rate: Annotated[float | None, _run("Peak learning rate of matrices.", "matrix_rate")] = None,
+    other_rate: Annotated[float | None, _run("Peak learning rate of everything else.", "other_rate")] = None,
+    batch_sequences: Annotated[int | None, _run("Sequences a step.", "batch_sequences")] = None,
+    sequence_length: Annotated[int | None, _run("Tokens a sequence.", "sequence_length")] = None,
+    seed: Annotated[int | None, _run("Seed of weights and batches.", "seed")] = None,
+    workers: Annotated[int | None, _run("Processes; one a core is best.", "world_size")] = None,
+    device: Annotated[str | None, _run("cpu, or a torch device.", "device")] = None,
+    no_compile: Annotated[
+        bool, Flag("--no-compile", group=_RUN, help="Do not compile the model: needs no C++ compiler, is slower.")
+    ] = False,
     qat_from_step: Annotated[
-        int | None, Flag(group=_RUN, help="Experts compute with int4 values from this step on.")
+        int | None, _run("Experts compute with int4 values from this step on; -1: never.", "qat_from_step")
     ] = None,
-    balance_alpha: Annotated[float | None, Flag(group=_ROUTER, help="Weight of the balance loss.")] = None,
-    balance_scope: Annotated[str | None, Flag(group=_ROUTER, help="batch or window.")] = None,
-    z_loss: Annotated[float | None, Flag(group=_ROUTER, help="Weight of the router z-loss.")] = None,
-    bias_rate: Annotated[float | None, Flag(group=_ROUTER, help="Balance by bias, this much a step.")] = None,
-    capacity_factor: Annotated[float | None, Flag(group=_ROUTER, help="Limit of an expert's load.")] = None,
-    router_temperature_end: Annotated[float | None, Flag(group=_ROUTER, help="Reached half way.")] = None,
-    router_init: Annotated[str | None, Flag(group=_ROUTER, help="normal or orthogonal.")] = None,
-    router_input: Annotated[
-        str | None, Flag(group=_ROUTER, help="plain, centered or standard: what the router reads.")
+    balance_alpha: Annotated[float | None, _router("Weight of the balance loss.", "balance_alpha")] = None,
+    balance_scope: Annotated[
+        str | None, _router("Balance over a batch or a window of tokens.", "balance_scope")
     ] = None,
+    z_loss: Annotated[float | None, _router("Weight of the router z-loss.", "z_loss")] = None,
+    bias_rate: Annotated[
+        float | None, _router("Balance by a bias that moves by this much a step; 0: no bias.", "bias_rate")
+    ] = None,
+    capacity_factor: Annotated[
+        float | None, _router("Limit of an expert's load, in times its fair share; 0: none.", "capacity_factor")
+    ] = None,
+    router_temperature_end: Annotated[
+        float | None, _router("Temperature of the router's logits from half of the steps on.", "temperature_end")
+    ] = None,
+    router_init: Annotated[str | None, _router("Initial router weights: normal or orthogonal.", "init")] = None,
+    router_input: Annotated[str | None, _router("What the router reads: plain, centered or standard.", "input")] = None,
 ) -> int:
     """Curves are written as curve.jsonl and curve.png. A killed run loses at most four minutes."""
     plain = given(

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, nullcontext
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -117,13 +117,16 @@ def cut(model: Model, name: str, text: str, window: int) -> list[Window]:
 def log_probabilities(model: Model, window: Window) -> F32Array:
     """float32 [T, V], natural logarithm."""
     logits_TV = model.logits(window.inputs)
-    logits_TV = logits_TV - logits_TV.max(axis=-1, keepdims=True)
-    result: F32Array = logits_TV - np.log(np.exp(logits_TV).sum(axis=-1, keepdims=True))
-    return result
+    for logits_V in logits_TV:  # in place and row by row: the ledger knows of no other array
+        logits_V -= logits_V.max()
+        logits_V -= np.log(np.exp(logits_V).sum())
+    return logits_TV
 
 
-def score(model: Model, name: str, text: str, window: int) -> TextScore:
-    """Predict a text. Raises UsageError as :func:`cut` does."""
+def score(
+    model: Model, name: str, text: str, window: int, advance: Callable[[int], None] = lambda tokens: None
+) -> TextScore:
+    """Predict a text; ``advance`` gets the tokens of each window that is done. Raises UsageError as :func:`cut` does."""
     nll, count, busiest = 0.0, 0, None
     with tempfile.TemporaryDirectory(prefix="tidegate-eval-") as folder:
         trace = Path(folder) / "trace" if model.runtime.experts is not None else None
@@ -132,6 +135,7 @@ def score(model: Model, name: str, text: str, window: int) -> TextScore:
                 log_probs_TV = log_probabilities(model, part)
                 nll -= float(log_probs_TV[np.arange(len(part.targets)), part.targets].sum(dtype=np.float64))
                 count += len(part.targets)
+                advance(len(part.targets))
         if trace:
             busiest = _busiest(trace)
     return TextScore(name, count, len(text.encode()), nll, busiest)
@@ -153,7 +157,9 @@ def _busiest(trace: Path) -> BusiestExpert:
 class Recording:
     """A model's distributions and routing on some windows, in a temporary folder; close it to delete them."""
 
-    def __init__(self, model: Model, windows: list[Window]) -> None:
+    def __init__(
+        self, model: Model, windows: list[Window], advance: Callable[[int], None] = lambda tokens: None
+    ) -> None:
         self._stack = ExitStack()
         folder = Path(self._stack.enter_context(tempfile.TemporaryDirectory(prefix="tidegate-eval-")))
         self._paths: list[Path] = []
@@ -163,6 +169,7 @@ class Recording:
                 path = folder / f"{number}.npy"
                 np.save(path, log_probabilities(model, window))
                 self._paths.append(path)
+                advance(len(window.inputs))
 
     def close(self) -> None:
         self._stack.close()

@@ -8,6 +8,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from tidegate.checkpoint.convert import Progress
 from tidegate.engine.model import Model
 from tidegate.engine.router_inputs import record_inputs
 from tidegate.errors import UsageError
@@ -34,11 +35,17 @@ class Fit:
 
 
 def fit_model(
-    model: Model, texts: Sequence[list[int]], *, output: Path | None, tokens: int | None, held_out_ratio: float
+    model: Model,
+    texts: Sequence[list[int]],
+    *,
+    output: Path | None,
+    tokens: int | None,
+    held_out_ratio: float,
+    progress: Progress | None = None,
 ) -> Fit:
     """``texts``: token ids; the end of each is held out. ``tokens``: at most so many are read; without it as many as a spool
-    file of 1 GiB in the output's folder holds, up to 32,768. Raises UsageError for a model without experts, for too little text
-    and where the file cannot be written; otherwise as ``generate``."""
+    file of 1 GiB in the output's folder holds, up to 32,768. ``progress`` as in ``record_inputs``. Raises UsageError for a model
+    without experts, for too little text and where the file cannot be written; otherwise as ``generate``."""
     store, config = model.runtime.store, model.runtime.config
     if config.moe is None:
         raise UsageError(f"{store.path}: has no experts, so there is nothing to predict")
@@ -46,7 +53,7 @@ def fit_model(
     spool = SPOOL_BYTES // (2 * config.hidden_size * 2 * config.num_moe_layers)
     most = tokens or min(MOST_TOKENS, max(LEAST_TOKENS, spool))
     fitting, held_out = _pieces(texts, min(PIECE_TOKENS, model.context - 1), most, held_out_ratio)
-    with closing(record_inputs(model, [*fitting, *held_out], path.parent)) as inputs:
+    with closing(record_inputs(model, [*fitting, *held_out], path.parent, progress)) as inputs:
         num_fitting = inputs.starts[len(fitting)]
         fitted = fit_gates(
             moe_weights(model.runtime.decoder.weights), config.moe, inputs.input, inputs.chosen(), num_fitting

@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 
 from tidegate.backends.base import Backend
 from tidegate.backends.operands import F32Array, I32Array
+from tidegate.checkpoint.convert import Progress
 from tidegate.engine.build import Runtime
 from tidegate.engine.model import Model
 from tidegate.models.guesses import Guess
@@ -97,17 +98,24 @@ class RouterInputs:
         self._file.close()
 
 
-def record_inputs(model: Model, pieces: Sequence[list[int]], folder: Path) -> RouterInputs:
-    """Compute every piece of text as a prompt of its own. The spool file is in ``folder``."""
+def record_inputs(
+    model: Model, pieces: Sequence[list[int]], folder: Path, progress: Progress | None = None
+) -> RouterInputs:
+    """Compute every piece of text as a prompt of its own. The spool file is in ``folder``. ``progress`` is called with tokens
+    done, tokens in total and nothing more."""
     runtime: Runtime = model.runtime
     experts, decoder = runtime.experts, runtime.decoder
     assert experts is not None
     inputs = RouterInputs(decoder.backend, moe_weights(decoder.weights), runtime.config.hidden_size, folder)
     guesser, experts.guesser = experts.guesser, inputs
     experts.trace = runtime.engine.trace = inputs
+    done, total = 0, sum(map(len, pieces))
     try:
         for piece in pieces:
             model.generate(piece, max_tokens=1, ignore_eos=True)
+            done += len(piece)
+            if progress is not None:
+                progress(done, total, "")
     except BaseException:
         inputs.close()
         raise

@@ -82,6 +82,11 @@ class PredictorSource:
         except FileNotFoundError:
             raise UsageError(f"--predictor {path}: no such file; make one with tidegate fit-predictor") from None
         except _BROKEN as error:
+            if _holds_gates(path):
+                raise UsageError(
+                    f"--predictor {path}: holds gates, which guess from the states of a model, not from a trace; record a trace "
+                    f"with --predictor {path}, then --predictor gates replays them"
+                ) from None
             raise CorruptFile(path, 0, "not a predictor", "a file of tidegate fit-predictor", error) from None
         if version != VERSION or kind not in PREDICTORS:
             raise CorruptFile(path, 0, "predictor", f"version {VERSION}", f"{kind} of version {version}")
@@ -113,6 +118,16 @@ class PredictorSource:
         except _BROKEN as error:
             raise CorruptFile(self.path, 0, "not a predictor", "a file of tidegate fit-predictor", error) from None
         return predictor
+
+
+def _holds_gates(path: Path) -> bool:
+    """Whether this is the other kind of predictor (gates_file.py): a safetensors file, which begins with the length of a JSON
+    object."""
+    try:
+        with path.open("rb") as file:
+            return file.read(9)[8:] == b"{"
+    except OSError:
+        return False
 
 
 def load_predictor(path: Path) -> Predictor:

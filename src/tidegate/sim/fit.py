@@ -56,7 +56,7 @@ def fit_predictor(
         predictor = fit_layer_mlp(fitting, lookahead, seed, **size)
     elif kind == "semantic":
         if vector_VS is None:
-            raise UsageError("semantic needs the model's embedding: add --model")
+            raise UsageError("semantic needs the model's embedding: name the model with --embedding")
         predictor = fit_semantic_mlp(fitting, lookahead, seed, vector_VS, **size)
     elif kind == "window-mlp":
         predictor = fit_window_mlp(fitting, horizon, seed, **size)

@@ -28,7 +28,9 @@ def latest(directory: Path) -> Path:
     """The newest complete checkpoint of a run. Raises UsageError where there is none."""
     found = sorted(directory.glob("checkpoint-*.pt"))
     if not found:
-        raise UsageError(f"{directory}: no checkpoint-*.pt to resume from; leave --resume out to start a run")
+        raise UsageError(
+            f"{directory}: holds no checkpoint-*.pt to go on from or to export; train first, without --resume"
+        )
     return found[-1]
 
 

@@ -123,6 +123,10 @@ class TrainOptions:
     compile: bool = True
 
     def __post_init__(self) -> None:
+        counts = {"steps": self.steps, "batch-sequences": self.batch_sequences, "workers": self.world_size}
+        for name, value in (counts | {"sequence-length": self.sequence_length}).items():
+            if value < 1:
+                raise UsageError(f"--{name} {value}: must be at least 1")
         if self.batch_sequences % self.world_size:
             raise UsageError(
                 f"--batch-sequences {self.batch_sequences} must be a multiple of --workers {self.world_size}"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -16,31 +17,40 @@ _BAR_CELLS = 20
 
 
 class Progress:
-    """A bar with loss, tokens/s and expert entropy; draws ``curve.png`` on leaving where matplotlib is installed."""
+    """A bar with loss, tokens/s and expert entropy on a terminal, and a line for every look at held-out text; draws
+    ``curve.png`` on leaving where matplotlib is installed."""
 
     def __init__(self, options: TrainOptions, run: Path) -> None:
         self._run, self._options = run, options
-        self._status = StatusLine()
+        self._status = StatusLine() if sys.stderr.isatty() else None
 
     def __enter__(self) -> Progress:
-        self._status.show("compiling the kernels", now=True)
+        if self._status is not None and self._options.compile:
+            self._status.show("compiling the kernels", now=True)
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._status.close()
-        if find_spec("matplotlib"):
-            draw_curve(self._run / "curve.jsonl", self._run / "curve.png")
+        if self._status is not None:
+            self._status.close()
+        if find_spec("matplotlib") and (curve := self._run / "curve.jsonl").exists():
+            draw_curve(curve, self._run / "curve.png")
 
     def __call__(self, record: dict[str, Any]) -> None:
         done, options = record["step"] + 1, self._options
         left_s = (options.steps - done) * options.tokens_per_step / record["tokens_per_s"]
-        self._status.show(
+        line = (
             f"{bar(done / options.steps, _BAR_CELLS)} {done}/{options.steps}  {format_seconds(left_s)} left  loss "
             f"{record['nll']:.3f}  {record['tokens_per_s']:,.0f} tokens/s  expert entropy {record['expert_entropy_ratio']:.3f}"
         )
+        if self._status is not None:
+            self._status.show(line)
         if "heldout" in record:
             each = "  ".join(f"{domain} {nll:.2f}" for domain, nll in record["heldout"].items())
-            self._status.say(f"step {record['step'] + 1}, held-out nats per token: {each}")
+            heldout = f"step {done}, held-out nats per token: {each}"
+            if self._status is not None:
+                self._status.say(heldout)
+            else:
+                print(f"{line}\n{heldout}", file=sys.stderr, flush=True)
 
 
 def draw_curve(source: Path, destination: Path) -> None:

@@ -14,6 +14,7 @@ import numpy as np
 import torch
 from torch import multiprocessing
 
+from tidegate.errors import UsageError
 from tidegate.train import checkpoint
 from tidegate.train.data import heldout_windows
 from tidegate.train.options import TrainOptions
@@ -34,9 +35,14 @@ class Trainer:
     def __init__(
         self, directory: Path, tokens: Path, options: TrainOptions, shares: dict[str, float] | None = None
     ) -> None:
-        """``tokens`` holds ``<domain>.train.u16`` and ``<domain>.heldout.u16``. Nothing is started yet."""
+        """``tokens`` holds ``<domain>.train.u16`` and ``<domain>.heldout.u16``; raises UsageError where one is missing. Nothing
+        is started yet."""
         self.directory, self.options = directory, options
         self.tokens, self.shares = tokens, shares or DEFAULT_SHARES
+        for domain in self.shares:
+            for split in ("train", "heldout"):
+                if not (path := tokens / f"{domain}.{split}.u16").is_file():
+                    raise UsageError(f"{path}: no such token file; python -m tidegate.train.tokenizer makes them")
         directory.mkdir(parents=True, exist_ok=True)
         context = multiprocessing.get_context("spawn")
         self._spawn = context.Process
