@@ -1,5 +1,6 @@
 """Conversions that are interrupted go on exactly: full disks, kill -9, Ctrl-C, two at once, the cache."""
 
+import fcntl
 import json
 import os
 import re
@@ -248,8 +249,22 @@ def test_cached_store_converts_once_and_says_so(tmp_path, cache):
     assert cached_store(src, say=said.append) == store and len(said) == 1
     assert cached_store(store) == store
     assert cached_store(src, ConvertOptions(experts="int8"), say=said.append) != store and len(said) == 2
+
+
+def test_a_changed_source_replaces_its_own_store_and_no_other(tmp_path, cache, monkeypatch):
+    src, said = shutil.copytree(checkpoints.checkpoint("olmoe"), tmp_path / "src"), []
+    twin = cached_store(shutil.copytree(src, tmp_path / "twin"))
+    old, wide = cached_store(src), cached_store(src, ConvertOptions(experts="int8"))
+    shutil.copytree(old, (begun := old.with_name(f"{old.name}.partial")))
     os.utime(src / "model.safetensors", (1, 1))
-    assert cached_store(src, say=said.append) != store and len(said) == 3
+    new = cached_store(src, say=said.append)
+    assert [line.split()[0] for line in said] == ["removing", "converting"] and str(old) in said[0]
+    assert {path for path in cache.iterdir() if path.is_dir()} == {twin, wide, new}, (old, begun)
+    os.utime(src / "model.safetensors", (2, 2))
+    with (cache / f"{new.name}.lock").open() as busy:
+        fcntl.flock(busy, fcntl.LOCK_EX)
+        cached_store(src)
+    assert new.exists(), "another process was making it"
 
 
 def test_two_processes_share_one_conversion(tmp_path, cache):
