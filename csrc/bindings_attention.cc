@@ -11,9 +11,7 @@
 #include <tuple>
 
 #include "attention.h"
-#include "layer_book.h"
 #include "linear.h"
-#include "moe.h"
 #include "route.h"
 #include "sample.h"
 
@@ -147,23 +145,6 @@ nb::tuple norm_route(Compute& compute, const Matrix& x, const NormWeights& weigh
   return nb::make_tuple(normed, chosen[0], chosen[1], chosen[2]);
 }
 
-// (the normed rows, the experts' sum, how many they were), or None.
-nb::object norm_route_moe(Compute& compute, const Matrix& x, const NormWeights& weights, const RouterParams& router,
-                          const ExpertLayout& layout, const ActivationParams& activation, const LayerBook& book,
-                          SlotSource& source) {
-  if (book.num_experts() != router.num_experts) throw std::invalid_argument("a book of as many experts is needed");
-  AtHand found;
-  Matrix normed;
-  {
-    const nb::gil_scoped_release released;
-    const std::size_t mark = compute.workspace.mark();
-    normed = norm(compute, x, weights);
-    found = moe_at_hand(compute, normed, router, layout, activation, book, source);
-    if (found.num_experts == 0) compute.workspace.release(mark);
-  }
-  return found.num_experts == 0 ? nb::none() : nb::object(nb::make_tuple(normed, found.out, found.num_experts));
-}
-
 void bind_route(nb::module_& m) {
   nb::class_<RouterParams>(m, "RouterParams", "Router weights and the rule of choice.")
       .def("__init__", [](RouterParams* self, const F32Rows& weight, const std::optional<F32Vector>& bias,
@@ -181,8 +162,6 @@ void bind_route(nb::module_& m) {
            "normalize"_a, "scaling"_a, "num_groups"_a, "topk_groups"_a, "group_best"_a, "jitter"_a, nb::keep_alive<1, 2>(),
            nb::keep_alive<1, 3>(), nb::keep_alive<1, 4>());
   m.def("norm_route", &norm_route, "compute"_a, "x"_a, "norm"_a, "router"_a, "norm and route in one call: its result first.");
-  m.def("norm_route_moe", &norm_route_moe, "compute"_a, "x"_a, "norm"_a, "router"_a, "layout"_a, "activation"_a, "book"_a,
-        "source"_a, "norm, route and experts that are all in memory in one call; None if they are not.");
   m.def("route", &route_to_numpy, "compute"_a, "x"_a, "router"_a,
         "Expert ids and weights [T, K] and the mean of the logits [E], plain numpy.");
   m.def("rank", [](const Matrix& scores, int top_k, int most) {

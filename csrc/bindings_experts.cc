@@ -137,10 +137,10 @@ void bind_caches(nb::module_& m) {
         loads.add_layer(std::move(experts));
       }, "blobs"_a, "(file, offset, bytes, crc32) of the next layer's experts");
   nb::class_<LayerCache>(m, "LayerCache", "What decode steps do with a layer's slots; see layer_cache.h.")
-      .def("__init__", [](LayerCache* self, int layer, LayerBook& book, ExpertLoads& loads, CacheCounts& counts, Uses& uses,
+      .def("__init__", [](LayerCache* self, int layer, LayerBook& book, ExpertLoads& loads, CacheCounts& counts, Uses* uses,
                           RankCounts* ranks, double always_used) {
-        new (self) LayerCache({layer, &book, &loads, &counts, &uses, ranks, always_used});
-      }, "layer"_a, "book"_a, "loads"_a, "counts"_a, "uses"_a, "ranks"_a.none(), "always_used"_a,
+        new (self) LayerCache({layer, &book, &loads, &counts, uses, ranks, always_used});
+      }, "layer"_a, "book"_a, "loads"_a, "counts"_a, "uses"_a.none(), "ranks"_a.none(), "always_used"_a,
            nb::keep_alive<1, 3>(), nb::keep_alive<1, 4>(), nb::keep_alive<1, 5>(), nb::keep_alive<1, 6>(), nb::keep_alive<1, 7>())
       .def("serves", &LayerCache::serves, "needed"_a, "num_rows"_a)
       .def("visit", &LayerCache::visit, "needed"_a)

@@ -5,7 +5,6 @@
 
 #include <algorithm>
 #include <optional>
-#include <stdexcept>
 #include <tuple>
 
 #include "bindings.h"
@@ -24,25 +23,25 @@ nb::ndarray<nb::numpy, T, nb::ndim<N>> to_numpy(const std::vector<T>& values, co
   return nb::ndarray<nb::numpy, T, nb::ndim<N>>(data, N, shape, owner);
 }
 
-void bind_run_layer(nb::module_& m) {
-  nb::class_<LayerWeights>(m, "LayerWeights", "A MoE layer but for its experts; see moe.h.")
-      .def("__init__", [](LayerWeights* self, const NormWeights& norm, const RouterParams& router, const ExpertLayout& layout,
+void bind_moe_layer(nb::module_& m) {
+  nb::class_<MoeLayer>(m, "MoeLayer", "A layer of routed experts, but for those; see moe_layer.h.")
+      .def("__init__", [](MoeLayer* self, const NormWeights& norm, const RouterParams& router, const ExpertLayout& layout,
                           const ActivationParams& activation, const PackedMatrix* gate_up, const PackedMatrix* down) {
-        new (self) LayerWeights{norm, router, layout, activation, gate_up ? std::optional(*gate_up) : std::nullopt,
-                                down ? std::optional(*down) : std::nullopt};
+        new (self) MoeLayer{norm, router, layout, activation, gate_up ? std::optional(*gate_up) : std::nullopt,
+                            down ? std::optional(*down) : std::nullopt};
       }, "norm"_a, "router"_a, "layout"_a, "activation"_a, "shared_gate_up"_a.none(), "shared_down"_a.none(), nb::keep_alive<1, 2>(),
            nb::keep_alive<1, 3>(), nb::keep_alive<1, 6>(), nb::keep_alive<1, 7>());
-  nb::class_<Routed>(m, "Routed", "A layer's rows that the cache did not serve; see moe.h.")
+  nb::class_<Routed>(m, "Routed", "A layer's rows that the cache did not serve; see moe_layer.h.")
       .def_ro("failed_slot", &Routed::failed_slot)
       .def("routing", [](const Routed& r) {
         const auto rows = static_cast<std::size_t>(r.normed.rows), k = rows == 0 ? 0 : r.ids.size() / rows;
         return nb::make_tuple(to_numpy<std::int32_t, 2>(r.ids, {rows, k}), to_numpy<float, 2>(r.weights, {rows, k}));
       }, "Expert ids and weights [T, K].");
-  m.def("run_layer", [](Compute& compute, const Matrix& x, const LayerWeights& layer, LayerCache& cache, const Sight* sight) {
+  m.def("run_moe", [](Compute& compute, const Matrix& x, const MoeLayer& layer, LayerCache& cache, const Sight* sight) {
     Routed r;
     {
       const nb::gil_scoped_release released;
-      r = run_layer(compute, x, layer, cache, sight);
+      r = run_moe(compute, x, layer, cache, sight);
     }
     const Matrix normed = r.normed;
     const std::optional<Matrix> out = r.out, shared = r.shared;
@@ -55,18 +54,15 @@ void bind_run_layer(nb::module_& m) {
 }  // namespace
 
 void bind_layers(nb::module_& m) {
-  bind_run_layer(m);
-  nb::class_<LayerAtHand>(m, "LayerAtHand", "What run_at_hand needs of a layer.")
-      .def("__init__", [](LayerAtHand* self, const NormWeights& attention_norm, const PackedMatrix& qkv, const GroupedAttention& attention,
-                          const PackedMatrix& out, const NormWeights& moe_norm, const RouterParams& router, const ExpertLayout& layout,
-                          const ActivationParams& activation, const LayerBook& book, LayerCache* cache) {
-        if (book.num_experts() != router.num_experts) throw std::invalid_argument("a book of as many experts is needed");
-        new (self) LayerAtHand{attention_norm, qkv, attention, out, moe_norm, router, layout, activation, &book, cache};
-      }, "attention_norm"_a, "qkv"_a, "attention"_a, "out"_a, "moe_norm"_a, "router"_a, "layout"_a, "activation"_a,
-           "book"_a, "cache"_a.none(), nb::keep_alive<1, 2>(), nb::keep_alive<1, 3>(), nb::keep_alive<1, 4>(), nb::keep_alive<1, 5>(),
-           nb::keep_alive<1, 6>(), nb::keep_alive<1, 7>(), nb::keep_alive<1, 10>(), nb::keep_alive<1, 11>());
+  bind_moe_layer(m);
+  nb::class_<DecoderLayer>(m, "DecoderLayer", "A layer of grouped attention and routed experts; see layers.h.")
+      .def("__init__", [](DecoderLayer* self, const NormWeights& attention_norm, const PackedMatrix& qkv, const GroupedAttention& attention,
+                          const PackedMatrix& out, const MoeLayer& moe, LayerCache& cache) {
+        new (self) DecoderLayer{attention_norm, qkv, attention, out, moe, &cache};
+      }, "attention_norm"_a, "qkv"_a, "attention"_a, "out"_a, "moe"_a, "cache"_a, nb::keep_alive<1, 2>(), nb::keep_alive<1, 3>(),
+           nb::keep_alive<1, 4>(), nb::keep_alive<1, 5>(), nb::keep_alive<1, 6>(), nb::keep_alive<1, 7>());
   // A list of them that need not be read anew for every step.
-  using Layers = std::vector<LayerAtHand>;
+  using Layers = std::vector<DecoderLayer>;
   struct Stack {
     Layers layers;
   };
@@ -74,12 +70,11 @@ void bind_layers(nb::module_& m) {
       .def("__init__", [](Stack* self, const Layers& layers) { new (self) Stack{layers}; }, "layers"_a, nb::keep_alive<1, 2>());
   m.def("attention", &attention_half, "compute"_a, "kv"_a, "step"_a, "layer"_a, "x"_a, "norm"_a, "qkv"_a, "out"_a, NoGil(),
         "norm, linear, attend and linear in one call.");
-  m.def("run_at_hand", [](Compute& compute, const KvPages& kv, const Step& step, const Matrix& x, const Stack& stack, float scale,
-                          SlotSource& source, const std::vector<const Sight*>& sights) {
+  m.def("run_layers", [](Compute& compute, const KvPages& kv, const Step& step, const Matrix& x, const Stack& stack, float scale,
+                         const std::vector<const Sight*>& sights) {
     const nb::gil_scoped_release released;
-    const Progress done = run_at_hand(compute, kv, step, x, stack.layers, scale, source, sights);
-    return std::tuple(done.halves, done.experts, done.failed_slot);
-  }, "compute"_a, "kv"_a, "step"_a, "x"_a, "layers"_a, "scale"_a, "source"_a, "sights"_a,
-        "How many halves of layers could be done, x changed by them, by how many experts that no cache has counted, and the slot whose "
-        "load has failed, or -1; see layers.h.");
+    const Progress done = run_layers(compute, kv, step, x, stack.layers, scale, sights);
+    return std::tuple(done.halves, done.failed_slot);
+  }, "compute"_a, "kv"_a, "step"_a, "x"_a, "layers"_a, "scale"_a, "sights"_a,
+        "How many halves of layers were done, x changed by them, and the slot whose load has failed, or -1; see layers.h.");
 }

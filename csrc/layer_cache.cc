@@ -17,15 +17,21 @@ void ExpertLoads::load(int layer, int expert, int slot, bool demand) {
   loader.load(slot, request);
 }
 
+LayerCache::LayerCache(const Parts& parts) : p_(parts) {
+  if (p_.uses == nullptr && p_.book->capacity() < p_.book->num_experts())
+    throw std::invalid_argument("a cache that evicts experts wants to know their uses");
+}
+
 bool LayerCache::serves(const std::vector<int>& needed, std::int64_t num_rows) const {
-  return num_rows <= kPromptTokens && static_cast<int>(needed.size()) <= p_.book->capacity() && p_.book->num_pinned() == 0;
+  const bool counts_as_one = p_.uses == nullptr || num_rows <= kPromptTokens;
+  return counts_as_one && static_cast<int>(needed.size()) <= p_.book->capacity() && p_.book->num_pinned() == 0;
 }
 
 void LayerCache::visit(const std::vector<int>& needed) {
   LayerBook& book = *p_.book;
   CacheCounts& counts = *p_.counts;
   if (p_.ranks != nullptr && p_.ranks->wants(p_.layer)) p_.ranks->observe(p_.layer, p_.uses->ranks(needed));
-  p_.uses->use(needed);
+  if (p_.uses != nullptr) p_.uses->use(needed);
   for (const int expert : needed) {
     const int slot = book.slot_of(expert);
     if (slot < 0) continue;
@@ -54,7 +60,7 @@ void LayerCache::leave(const std::vector<int>& needed) {
     p_.book->unpin(expert);
     const int slot = p_.book->slot_of(expert);
     if (slot < 0 || source().is_ready(slot)) continue;
-    p_.loads->loader.cancel(slot);
+    if (p_.loads->loader.state(slot) == SlotState::kLoading) p_.loads->loader.cancel(slot);  // a failure is still to be told
     drop(expert);
   }
 }
@@ -88,7 +94,7 @@ void LayerCache::cancel_refuted() {
 
 void LayerCache::insert(int expert, bool demand) {
   const int slot = p_.book->insert(expert, !demand);
-  p_.uses->set_resident(expert, true);
+  if (p_.uses != nullptr) p_.uses->set_resident(expert, true);
   p_.loads->load(p_.layer, expert, slot, demand);
 }
 
@@ -103,7 +109,7 @@ void LayerCache::evict(int expert) {
 
 void LayerCache::drop(int expert) {
   p_.book->drop(expert);
-  p_.uses->set_resident(expert, false);
+  if (p_.uses != nullptr) p_.uses->set_resident(expert, false);
 }
 
 }  // namespace tidegate

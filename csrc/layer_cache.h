@@ -32,7 +32,7 @@ class ExpertLoads {
   std::vector<std::vector<LoadRequest>> experts_;
 };
 
-// Steps that need no more experts of a layer than it has slots. All is borrowed.
+// Steps that need no more experts of a layer than it has slots. All is borrowed, and used by one thread.
 class LayerCache {
  public:
   struct Parts {
@@ -40,11 +40,12 @@ class LayerCache {
     LayerBook* book = nullptr;
     ExpertLoads* loads = nullptr;
     CacheCounts* counts = nullptr;
-    Uses* uses = nullptr;  // of the policy
+    Uses* uses = nullptr;  // of the policy; null where every expert has a slot, so that none is ever evicted
     RankCounts* ranks = nullptr;  // null where slots stay where they are
     double always_used = 0.0;     // the policy's value of an expert that every step needs
   };
-  explicit LayerCache(const Parts& parts) : p_(parts) {}
+  // Throws std::invalid_argument if there are fewer slots than experts, and no uses.
+  explicit LayerCache(const Parts& parts);
 
   const LayerBook& book() const { return *p_.book; }
   CacheCounts& counts() const { return *p_.counts; }

@@ -9,11 +9,11 @@ Matrix attention_half(Compute& compute, const KvPages& kv, const Step& step, con
   return linear(compute, attend(compute, kv, step, layer, linear(compute, norm(compute, x, weights), qkv)), out);
 }
 
-Progress run_at_hand(Compute& compute, const KvPages& kv, const Step& step, const Matrix& x, const std::vector<LayerAtHand>& layers,
-                     float scale, SlotSource& source, const std::vector<const Sight*>& sights) {
+Progress run_layers(Compute& compute, const KvPages& kv, const Step& step, const Matrix& x, const std::vector<DecoderLayer>& layers,
+                    float scale, const std::vector<const Sight*>& sights) {
   Progress done;
   for (std::size_t i = 0; i < layers.size(); ++i) {
-    const LayerAtHand& layer = layers[i];
+    const DecoderLayer& layer = layers[i];
     const Sight* const sight = sights.empty() ? nullptr : sights.at(i);
     {
       const Scratch scratch(compute.workspace);
@@ -22,18 +22,10 @@ Progress run_at_hand(Compute& compute, const KvPages& kv, const Step& step, cons
     }
     ++done.halves;
     const Scratch scratch(compute.workspace);
-    if (layer.cache != nullptr) {
-      const Routed routed = run_layer(compute, x, {layer.moe_norm, layer.router, layer.layout, layer.activation, {}, {}}, *layer.cache, sight);
-      done.failed_slot = routed.failed_slot;
-      if (!routed.out) break;
-      add(compute, x, *routed.out, scale);
-    } else {
-      const Matrix normed = norm(compute, x, layer.moe_norm);
-      const AtHand found = moe_at_hand(compute, normed, layer.router, layer.layout, layer.activation, *layer.book, source);
-      if (found.num_experts == 0) break;
-      add(compute, x, found.out, scale);
-      done.experts += found.num_experts;
-    }
+    const Routed routed = run_moe(compute, x, layer.moe, *layer.cache, sight);
+    done.failed_slot = routed.failed_slot;
+    if (!routed.out) break;
+    add(compute, x, *routed.out, scale);
     ++done.halves;
   }
   return done;

@@ -5,8 +5,6 @@
 #include <stdexcept>
 #include <string>
 
-#include "clock.h"
-
 namespace tidegate {
 namespace {
 
@@ -251,89 +249,6 @@ Matrix MoeStep::finish() {
   });
   compute_.workspace.release(mark_);
   return out_;
-}
-
-namespace {
-
-// The experts that were chosen, ascending.
-std::vector<int> distinct(const std::vector<std::int32_t>& ids, int num_experts) {
-  std::vector<std::uint8_t> is_chosen(static_cast<std::size_t>(num_experts));
-  for (const std::int32_t id : ids) is_chosen[static_cast<std::size_t>(id)] = 1;
-  std::vector<int> out;
-  for (int expert = 0; expert < num_experts; ++expert)
-    if (is_chosen[static_cast<std::size_t>(expert)]) out.push_back(expert);
-  return out;
-}
-
-}  // namespace
-
-AtHand moe_at_hand(Compute& compute, const Matrix& x, const RouterParams& router, const ExpertLayout& layout,
-                   const ActivationParams& activation, const LayerBook& book, SlotSource& source) {
-  const auto pairs = static_cast<std::size_t>(x.rows * router.top_k);
-  std::vector<std::int32_t> ids(pairs);
-  std::vector<float> weights(pairs);
-  route(compute, x, router, ids.data(), weights.data());
-  const auto is_here = [&](std::int32_t expert) {
-    return book.is_here(expert) && !book.is_unused(expert) && source.is_ready(book.slot_of(expert));
-  };
-  if (!std::all_of(ids.begin(), ids.end(), is_here)) return {};
-  MoeStep step(compute, x, ids.data(), weights.data(), router.top_k, layout, activation);
-  const std::vector<int> experts = distinct(ids, router.num_experts);
-  std::vector<int> slots;
-  for (const int expert : experts) slots.push_back(book.slot_of(expert));
-  if (step.run(experts, slots, source) >= 0) throw std::logic_error("moe: an expert that was here is gone");
-  return {step.finish(), static_cast<int>(experts.size())};
-}
-
-namespace {
-
-// A visit: pinned from the start to the end of the scope, whatever happens in it.
-class Visit {
- public:
-  Visit(LayerCache& cache, const std::vector<int>& needed) : cache_(cache), needed_(needed) { cache.visit(needed); }
-  ~Visit() {
-    const std::int64_t start_ns = now_ns();
-    cache_.leave(needed_);
-    cache_.counts().visit_ns += now_ns() - start_ns;
-  }
-  Visit(const Visit&) = delete;
-  Visit& operator=(const Visit&) = delete;
-
- private:
-  LayerCache& cache_;
-  const std::vector<int> needed_;  // a copy: what is returned may have been moved by then
-};
-
-}  // namespace
-
-Routed run_layer(Compute& compute, const Matrix& x, const LayerWeights& layer, LayerCache& cache, const Sight* sight) {
-  const RouterParams& router = layer.router;
-  if (cache.book().num_experts() != router.num_experts) throw std::invalid_argument("a cache of as many experts is needed");
-  Routed r;
-  r.normed = norm(compute, x, layer.norm);
-  r.ids.resize(static_cast<std::size_t>(x.rows * router.top_k));
-  r.weights.resize(r.ids.size());
-  if (sight != nullptr) r.said.resize(static_cast<std::size_t>(router.num_experts));
-  route(compute, r.normed, router, r.ids.data(), r.weights.data(), sight != nullptr ? r.said.data() : nullptr);
-  const std::int64_t routed_ns = now_ns();
-  r.needed = distinct(r.ids, router.num_experts);
-  if (!cache.serves(r.needed, x.rows)) return r;
-  const Visit visit(cache, r.needed);
-  const std::int64_t visited_ns = now_ns();
-  cache.counts().visit_ns += visited_ns - routed_ns;
-  if (sight != nullptr) {
-    cache.cancel_refuted();
-    sight->after_route(r.normed, r.needed, r.said.data());
-    cache.counts().guess_ns += now_ns() - visited_ns;
-  }
-  if (layer.shared_gate_up && layer.shared_down)
-    r.shared = gated_mlp(compute, r.normed, *layer.shared_gate_up, *layer.shared_down, layer.activation);
-  MoeStep step(compute, r.normed, r.ids.data(), r.weights.data(), router.top_k, layer.layout, layer.activation);
-  std::vector<int> slots;
-  for (const int expert : r.needed) slots.push_back(cache.book().slot_of(expert));
-  r.failed_slot = step.run(r.needed, slots, cache.source());
-  if (r.failed_slot < 0) r.out = step.finish();
-  return r;
 }
 
 }  // namespace tidegate

@@ -4,15 +4,9 @@
 // T tokens, K experts per token, D hidden, F expert width; pair t * K + k is the k-th expert of token t.
 #pragma once
 #include <cstdint>
-#include <optional>
 #include <vector>
 
-#include "attention.h"
-#include "gate.h"
-#include "layer_book.h"
-#include "layer_cache.h"
 #include "linear.h"
-#include "route.h"
 #include "slots.h"
 
 namespace tidegate {
@@ -63,37 +57,5 @@ class MoeStep {
   std::vector<std::int64_t> starts_;      // where each expert's pairs begin in by_expert_
   std::int64_t pairs_done_ = 0;
 };
-
-// A whole layer of rows that are normed already: routed, and computed by experts that are all ready. Returns how many experts
-// it took, or 0 and no result if some have no slot or one that nobody has used, or are still on their way.
-struct AtHand {
-  Matrix out;
-  int num_experts = 0;
-};
-AtHand moe_at_hand(Compute& compute, const Matrix& x, const RouterParams& router, const ExpertLayout& layout,
-                   const ActivationParams& activation, const LayerBook& book, SlotSource& source);
-
-// A MoE layer but for its experts.
-struct LayerWeights {
-  NormWeights norm;
-  RouterParams router;
-  ExpertLayout layout;
-  ActivationParams activation;
-  std::optional<PackedMatrix> shared_gate_up, shared_down;  // of the shared expert, if there is one
-};
-
-// A layer's rows after their router: what it chose, and if the cache serves such steps the sum of the experts.
-struct Routed {
-  Matrix normed;
-  std::vector<std::int32_t> ids;     // [T, K], as weights
-  std::vector<float> weights, said;  // said: the mean of the logits, if there was a sight
-  std::vector<int> needed;           // the experts, ascending
-  int failed_slot = -1;              // its load has failed, and the cache has forgotten it
-  std::optional<Matrix> shared, out;
-};
-
-// norm, route, and if the cache serves that: visits it, looks ahead if there is a sight, and computes hits first, then each miss
-// as it arrives.
-Routed run_layer(Compute& compute, const Matrix& x, const LayerWeights& layer, LayerCache& cache, const Sight* sight);
 
 }  // namespace tidegate

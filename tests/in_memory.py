@@ -5,6 +5,7 @@ For tests of the models and backends: no store on disk, no loader threads, the r
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,8 +21,10 @@ from tidegate.checkpoint.base import Checkpoint
 from tidegate.checkpoint.hf import HfCheckpoint
 from tidegate.checkpoint.inventory import dense_tensors
 from tidegate.checkpoint.sources import Source, WeightMap
+from tidegate.checkpoint.store import Blob
 from tidegate.experts.base import ExpertKey, Loader
 from tidegate.experts.cache import ExpertCache
+from tidegate.experts.loader import LoaderOptions, NativeLoader
 from tidegate.experts.policy import DecayedLfu
 from tidegate.model_config import ModelConfig
 from tidegate.models.decoder import Decoder
@@ -78,10 +81,13 @@ class MemoryExperts(Loader, ExpertSlots):
         self.views = list(block.reshape(slots, layout.blob_bytes))
 
     def load(self, key: ExpertKey, slot: int, *, demand: bool) -> None:
+        self.loads.append(key)
+        self.views[slot][:] = self.blob(key)
+
+    def blob(self, key: ExpertKey) -> np.ndarray:
         if key not in self._blobs:
             self._blobs[key] = self._pack(key)
-        self.loads.append(key)
-        self.views[slot][:] = self._blobs[key]
+        return self._blobs[key]
 
     def cancel(self, slot: int) -> bool:
         return False
@@ -116,6 +122,20 @@ class MemoryExperts(Loader, ExpertSlots):
     def _read(self, source: Source | None) -> np.ndarray:
         assert source is not None
         return np.ascontiguousarray(source.read_f32(self._checkpoint))
+
+
+class FileOfBlobs:
+    """Experts of equal size in one file, behind 4096 bytes, for a NativeLoader: layer after layer."""
+
+    def __init__(self, folder: Path, blobs: Sequence[Sequence[np.ndarray]]) -> None:
+        self.paths = [folder / "experts.bin"]
+        flat = [blob.tobytes() for layer in blobs for blob in layer]
+        self.paths[0].write_bytes(bytes(4096) + b"".join(flat))
+        self._per_layer, self._nbytes, self._crcs = len(blobs[0]), len(flat[0]), list(map(zlib.crc32, flat))
+
+    def blob(self, key: ExpertKey) -> Blob:
+        index = self._per_layer * key.layer + key.expert
+        return Blob(0, 4096 + self._nbytes * index, self._nbytes, self._crcs[index])
 
 
 @dataclass
@@ -159,6 +179,17 @@ class TinyModel:
         for sequence, tokens in chunks:
             self._lengths[sequence] = self._lengths.get(sequence, 0) + len(tokens)
         return np.split(logits, np.cumsum(counts)[:-1])
+
+    def read_natively(self, folder: Path) -> NativeLoader:
+        """From here on experts come from a file, by native threads, into the slots that they had; none is in memory yet."""
+        experts, memory, config = self.decoder.experts, self.memory, self.config
+        assert experts is not None and memory is not None and config.moe is not None
+        layers, num_experts = range(config.num_moe_layers), config.moe.num_experts
+        blobs = [[memory.blob(ExpertKey(layer, expert)) for expert in range(num_experts)] for layer in layers]
+        loader = NativeLoader(FileOfBlobs(folder, blobs), memory.views, LoaderOptions(chunk_bytes=4096))
+        capacities = [experts.cache.capacity(layer) for layer in layers]
+        experts.cache, experts.slots = ExpertCache(capacities, num_experts, DecayedLfu, loader), loader
+        return loader
 
     def forget(self, sequence: int) -> None:
         """Give the pages back."""

@@ -7,7 +7,6 @@ import checkpoints
 from attention_cases import cpu_backend
 from in_memory import TinyModel, tiny_model
 from test_parity import token_ids
-from tidegate import _core
 from tidegate.backends.reference import ReferenceBackend
 from tidegate.errors import ReadFailed
 from tidegate.experts.cache import ExpertCache
@@ -44,23 +43,25 @@ def test_a_failed_load_leaves_a_consistent_cache_and_the_step_can_be_tried_again
     assert np.array_equal(broken.run([(0, ids[:20])])[0], wanted)
 
 
+@pytest.mark.parametrize("capacity", [None, 6])
 @pytest.mark.parametrize("name", ["qwen3_moe", "mixtral", "olmoe", "gpt_oss"])
-def test_layers_at_hand_are_the_blocks_one_by_one(name, monkeypatch):
-    """Prompts and single tokens of two sequences; the first steps meet experts that were never used, in some layer or other."""
+def test_whole_layers_are_the_blocks_one_by_one(name, capacity, tmp_path, monkeypatch):
+    """Prompts and single tokens of two sequences. Blocks of a model that somebody watches go the Python way. Where a layer needs
+    more experts than it has slots, the layers before it are run whole."""
     whole, single = (
-        tiny_model(checkpoints.checkpoint(name), cpu_backend, experts=Format.parse("int8-g32")) for _ in "ab"
+        tiny_model(checkpoints.checkpoint(name), cpu_backend, experts=Format.parse("int8-g32"), capacity=capacity)
+        for _ in "ab"
     )
-    for tiny in (whole, single):
-        tiny.memory.native = _core.ReadySlots(tiny.memory.views)
-    halves, run = [], whole.decoder.backend.run_at_hand
+    loaders = [tiny.read_natively(tmp_path) for tiny in (whole, single)]
+    single.decoder.experts.trace = Watcher()
+    halves, run = [], whole.decoder.backend.run_layers
 
     def counted(*args):
         done = run(*args)
         halves.append(done[0])
         return done
 
-    monkeypatch.setattr(whole.decoder.backend, "run_at_hand", counted)
-    monkeypatch.setattr(single.decoder.backend, "run_at_hand", lambda x, layers, sights: (0, 0, -1))
+    monkeypatch.setattr(whole.decoder.backend, "run_layers", counted)
     ids, num_halves = token_ids(40), 2 * whole.config.num_layers
     steps = (
         [[(0, [token])] for token in ids[:8]]
@@ -70,35 +71,57 @@ def test_layers_at_hand_are_the_blocks_one_by_one(name, monkeypatch):
     for step in steps:
         for got, wanted in zip(whole.run(step), single.run(step), strict=True):
             assert np.array_equal(got, wanted)
-    assert halves[0] == 1 and num_halves in halves and any(1 < done < num_halves for done in halves)
+    assert len(halves) == len(steps) and halves[0] == num_halves
+    assert (min(halves) < num_halves) == (capacity is not None)
     assert whole.decoder.experts.cache.counters == single.decoder.experts.cache.counters
+    for loader in loaders:
+        loader.close()
 
 
-def test_layers_at_hand_are_those_of_the_cache_in_use():
+def test_whole_layers_are_those_of_the_cache_in_use(tmp_path):
     tiny, ids = tiny_model(checkpoints.checkpoint("qwen3_moe"), cpu_backend), token_ids(12)
-    tiny.memory.native = _core.ReadySlots(tiny.memory.views)
+    loader = tiny.read_natively(tmp_path)
     wanted = [tiny.run([(0, [token])])[0] for token in ids]
     experts, count = tiny.decoder.experts, tiny.config.moe.num_experts
-    experts.cache = ExpertCache([count // 2] * tiny.config.num_layers, count, DecayedLfu, tiny.memory)
+    experts.cache = ExpertCache([count // 2] * tiny.config.num_layers, count, DecayedLfu, loader)
     assert all(np.array_equal(tiny.run([(1, [token])])[0], row) for token, row in zip(ids, wanted, strict=True))
     assert experts.cache.counters.misses > 0
+    loader.close()
 
 
-def test_layers_are_not_at_hand_where_experts_can_be_evicted_or_somebody_watches(monkeypatch):
-    for name, capacity, watched in (
-        ("qwen3_moe", 5, False),
-        ("deepseek_v2_lite", None, False),
-        ("qwen3_moe", None, True),
-    ):
-        tiny = tiny_model(checkpoints.checkpoint(name), cpu_backend, capacity=capacity)
-        tiny.memory.native = _core.ReadySlots(tiny.memory.views)
-        tiny.decoder.experts.trace = Watcher() if watched else None
-        calls = []
-        monkeypatch.setattr(
-            tiny.decoder.backend, "run_at_hand", lambda x, layers, sights, calls=calls: (calls.append(x), (0, 0, -1))[1]
-        )
-        tiny.run([(0, token_ids(3))])
-        assert not calls
+def test_a_load_that_fails_in_whole_layers_is_the_loaders_error(tmp_path):
+    tiny, ids = tiny_model(checkpoints.checkpoint("qwen3_moe"), cpu_backend, capacity=6), token_ids(2)
+    wanted = tiny.run([(0, ids)])[0]
+    loader = tiny.read_natively(tmp_path)
+    path = tmp_path / "experts.bin"
+    whole = path.read_bytes()
+    path.write_bytes(whole[:4096])
+    with pytest.raises(ReadFailed, match=r"experts\.bin"):
+        tiny.run([(1, ids)])
+    cache = tiny.decoder.experts.cache
+    cache.check_integrity()
+    assert not any(cache.book(layer).pinned() for layer in range(cache.num_layers))
+    path.write_bytes(whole)
+    assert np.array_equal(tiny.run([(1, ids)])[0], wanted)
+    loader.close()
+
+
+@pytest.mark.parametrize(
+    ("name", "natively", "watched"),
+    [("qwen3_moe", False, False), ("deepseek_v2_lite", True, False), ("qwen3_moe", True, True)],
+)
+def test_layers_are_not_run_whole_where_they_cannot_be_or_somebody_watches(
+    name, natively, watched, tmp_path, monkeypatch
+):
+    tiny = tiny_model(checkpoints.checkpoint(name), cpu_backend)
+    loader = tiny.read_natively(tmp_path) if natively else None
+    tiny.decoder.experts.trace = Watcher() if watched else None
+    calls = []
+    monkeypatch.setattr(tiny.decoder.backend, "run_layers", lambda *args: calls.append(args) or (0, -1))
+    tiny.run([(0, token_ids(3))])
+    assert not calls
+    if loader is not None:
+        loader.close()
 
 
 class Watcher:

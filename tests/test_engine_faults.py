@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from engines import fixed_process, load_model, num_threads
+from engines import fixed_process, load_model, num_threads, smallest_budget
 from stores import VOCAB, qwen_config, write_store
 from tidegate import _core
 from tidegate.backends.base import Backend
@@ -46,13 +46,14 @@ def answer(store: Path) -> list[int]:
 
 
 @settings(max_examples=25, deadline=None)
-@given(st.integers(0, 60), st.booleans())
+@given(st.integers(0, 60), st.booleans(), st.booleans())
 def test_a_failed_read_is_named_and_the_next_answer_is_right(
-    store: Path, answer: list[int], at: int, ends: bool
+    store: Path, answer: list[int], at: int, ends: bool, all_fit: bool
 ) -> None:
     reader = _core.FaultyReader(seed=at, max_delay_us=100, **{"end_at" if ends else "fail_at": at})
+    memory = "1GiB" if all_fit else smallest_budget(store, io_threads=4)
     threads = num_threads()
-    with load_model(store, reader, io_threads=4) as model:
+    with load_model(store, reader, io_threads=4, memory=memory) as model:
         runtime = model._runtime
         try:
             first = model.generate(PROMPT, max_tokens=10, ignore_eos=True).token_ids

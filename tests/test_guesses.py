@@ -79,9 +79,9 @@ class _Disk:
     def __init__(self, path) -> None:
         (path / "experts").write_bytes(bytes(4096 * 2 * EXPERTS))
         self.paths = [path / "experts"]
-        memory = np.zeros(4096 * (EXPERTS + 1), np.uint8)
+        memory = np.zeros(4096 * (2 * EXPERTS + 1), np.uint8)
         skip = -memory.ctypes.data % 4096
-        slots = [memory[skip + 4096 * slot : skip + 4096 * (slot + 1)] for slot in range(EXPERTS)]
+        slots = [memory[skip + 4096 * slot : skip + 4096 * (slot + 1)] for slot in range(2 * EXPERTS)]
         self.loader = NativeLoader(self, slots, LoaderOptions(chunk_bytes=4096))
 
     def blob(self, key) -> Blob:
@@ -93,13 +93,13 @@ class _Disk:
                 self.loader.wait(cache.book(layer).slot_of(expert))
 
 
-def _prefetched(path, policy: str, *, natively: bool) -> tuple[list[list[int]], list[bytes], CacheCounters]:
+def _prefetched(path, policy: str, slots: int, *, natively: bool) -> tuple[list[list[int]], list[bytes], CacheCounters]:
     """What one token after the other needs and has in memory; the gates' biases; and the counters."""
     backend, layers, disk = cpu_backend(), _layers(PLAIN), _Disk(path)
     memory = np.zeros(own_gates_bytes(2, EXPERTS, HIDDEN), np.uint8)
     linears = pack_gates(own_gates(layers), memory, 1)
     guesser = Gates(backend, layers, linears, PLAIN)
-    cache = ExpertCache([EXPERTS // 2] * 2, EXPERTS, POLICIES[policy], disk.loader, share=True)
+    cache = ExpertCache([slots] * 2, EXPERTS, POLICIES[policy], disk.loader, share=True)
     lookahead = Lookahead(cache, TOP_K, lambda: 0.1)
     sights = guesser.sights(lookahead.odds, lookahead.natives()) if natively else None
     from_numpy, seen = backend.compute.from_numpy, []
@@ -133,7 +133,7 @@ def _prefetched(path, policy: str, *, natively: bool) -> tuple[list[list[int]], 
                 if layer == 0:
                     cache.deal()
                 native = cache.native(layer)
-                assert native.serves(needed, 1) and not native.serves(needed, 17)
+                assert native.serves(needed, 1) and native.serves(needed, 17) == (slots == EXPERTS)
                 native.visit(needed)
                 native.cancel_refuted()
                 sights[layer].after_route(normed, needed, routing.said_E)
@@ -147,9 +147,15 @@ def _prefetched(path, policy: str, *, natively: bool) -> tuple[list[list[int]], 
 
 @pytest.mark.parametrize("policy", ["decayed-lfu", "lru", "lfu", "lfru"])
 def test_one_token_natively_is_the_same(tmp_path, policy: str) -> None:
-    plain, native = (_prefetched(tmp_path, policy, natively=natively) for natively in (False, True))
+    plain, native = (_prefetched(tmp_path, policy, EXPERTS // 2, natively=natively) for natively in (False, True))
     assert plain == native
     assert native[2].prefetch_hits > 20 and native[2].prefetch_dropped > 20 and native[2].misses > 20
+
+
+@pytest.mark.parametrize("policy", ["decayed-lfu", "resident-set"])
+def test_one_token_natively_is_the_same_where_nothing_is_evicted(tmp_path, policy: str) -> None:
+    plain, native = (_prefetched(tmp_path, policy, EXPERTS, natively=natively) for natively in (False, True))
+    assert plain == native and native[2].prefetch_hits > 0 and native[2].evictions == 0
 
 
 def test_a_gate_refuses_what_does_not_fit(tmp_path) -> None:

@@ -3,9 +3,9 @@
 T tokens, D hidden, F expert width, E experts, K experts per token.
 """
 
-import zlib
 from dataclasses import dataclass
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import numpy as np
 import pytest
@@ -13,13 +13,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from attention_cases import cpu_backend
+from in_memory import FileOfBlobs
 from kernel_cases import ISAS, OPS, make_ops
 from tidegate import _core
-from tidegate.backends.operands import ExpertSlots, Norm, Router, Routing
+from tidegate.backends.operands import ExpertSlots, MoeLayer, Norm, Router, Routing
 from tidegate.backends.reference import ReferenceBackend
 from tidegate.errors import ReadFailed
-from tidegate.experts.base import ExpertKey, Placement
-from tidegate.experts.loader import Blob, LoaderOptions, NativeLoader
+from tidegate.experts.base import ExpertKey, InstantLoader, Placement
+from tidegate.experts.cache import ExpertCache
+from tidegate.experts.loader import LoaderOptions, NativeLoader
+from tidegate.experts.policy import DecayedLfu
 from tidegate.model_config import MoeConfig
 from tidegate.quant import pack
 from tidegate.quant.formats import Format
@@ -137,67 +140,47 @@ def test_many_tokens_on_one_expert():
     np.testing.assert_array_equal(out[0][700], moe(OPS[ISAS[0], 1], case, rows=slice(700, 701))[0])
 
 
-def book_of(slot_of_E):
-    """-1: the expert has no slot."""
-    book = _core.LayerBook(len(slot_of_E), 0, len(slot_of_E))
-    for slot in range(len(slot_of_E)):
-        if slot in slot_of_E:
-            book.insert(slot_of_E.index(slot), False)
-        else:
-            book.give_slot()
-    return book
-
-
 @given(
-    st.integers(0, 2**32 - 1), st.integers(1, 20), st.tuples(st.integers(1, 9), st.integers(1, 4)), st.sampled_from(FORMATS),
-    st.sampled_from(ISAS),
+    st.integers(0, 2**32 - 1), st.integers(1, 20), st.tuples(st.integers(1, 9), st.integers(1, 4), st.integers(1, 9)),
+    st.sampled_from(FORMATS), st.sampled_from(ISAS),
 )  # fmt: skip
 @settings(max_examples=40, deadline=None)
-def test_a_layer_at_hand_is_norm_route_and_moe(seed, tokens, counts, fmt, isa):
-    experts, k = counts[0], min(counts)
+def test_run_moe_is_norm_route_and_moe(seed, tokens, counts, fmt, isa):
+    experts, k, capacity = counts[0], min(counts[:2]), min(counts[0], counts[2])
     case = make_case(seed, tokens, 40, 24, experts, k, fmt)
     rng = np.random.default_rng(seed)
     norm = Norm(rng.standard_normal(40).astype(np.float32), None, 1e-5)
     router = Router(rng.standard_normal((experts, 40), np.float32), None, None, MoeConfig(experts, k, 24, "softmax"))
-    slot_of = rng.permutation(experts).tolist()
-    slots = MemorySlots(case.blobs_EB[np.argsort(slot_of)])
-    slots.native = _core.ReadySlots(list(slots.blobs_EB))
-    backend = cpu_backend(isa=isa)
-    x = backend.compute.from_numpy(case.x_TD)
+    layer, backend = MoeLayer(norm, router, case.layout, SILU), cpu_backend(isa=isa)
+    x, numpy = backend.compute.from_numpy(case.x_TD), backend.compute.numpy
     normed, routing = backend.norm_route(x, norm, router)
     needed = sorted(set(routing.topk_expert_ids_TK.ravel().tolist()))
-    placements = [Placement(needed, [slot_of[expert] for expert in needed])]
-    wanted = backend.compute.numpy(backend.moe(normed, routing, case.layout, placements, slots, SILU)).copy()
-
-    def at_hand(slot_of_E):
-        return backend.moe_at_hand(x, norm, router, case.layout, slots, book_of(slot_of_E), SILU)
-
-    _, out, num_experts = at_hand(slot_of)
-    assert num_experts == len(needed)
-    np.testing.assert_array_equal(backend.compute.numpy(out), wanted)
-    level = backend.mark()
-    nowhere = int(rng.integers(experts))
-    gone = at_hand([-1 if expert == nowhere else slot for expert, slot in enumerate(slot_of)])
-    assert (gone is None) == (nowhere in needed) and (gone is not None or backend.mark() == level)
-    with pytest.raises(ValueError, match="book of as many experts"):
-        at_hand([*slot_of, 0])
-
-
-def test_a_layer_whose_expert_is_still_loading_is_not_at_hand(tmp_path):
-    case = make_case(7, 1, 64, 64, 2, 2, Format.parse("int8-g32"))
-    router = Router(np.zeros((2, 64), np.float32), None, None, MoeConfig(2, 2, 64, "softmax"))
-    backend, norm = cpu_backend(), Norm(np.ones(64, np.float32), None, 1e-5)
-    loader = make_loader(tmp_path, case, _core.FaultyReader(seed=1, max_delay_us=100_000), 2)
-    try:
-        x, args = backend.compute.from_numpy(case.x_TD), (norm, router, case.layout, loader, book_of([0, 1]), SILU)
-        for expert in range(2):
-            loader.load(ExpertKey(0, expert), expert, demand=True)
-        found, was_ready = backend.moe_at_hand(x, *args), loader.is_ready(1)
-        assert found is None or was_ready
-        for slot in range(2):
-            loader.wait(slot)
-        assert backend.moe_at_hand(x, *args)[2] == 2
-    finally:
+    placements, slots = [Placement(list(range(experts)), list(range(experts)))], MemorySlots(case.blobs_EB)
+    wanted = numpy(backend.moe(normed, routing, case.layout, placements, slots, SILU)).copy()
+    with TemporaryDirectory() as folder:
+        loader = make_loader(Path(folder), case, _core.FaultyReader(seed=1, max_delay_us=100), capacity)
+        cache = ExpertCache([capacity], experts, DecayedLfu, loader)
+        for _ in "ab":
+            seen, total, shared, rest = backend.run_moe(x, layer, cache.native(0), None)
+            np.testing.assert_array_equal(numpy(seen), numpy(normed))
+            assert shared is None and (total is None) == (
+                capacity < experts and (len(needed) > capacity or tokens > 16)
+            )
+            if total is None:
+                ids_TK, weights_TK = rest.routing()
+                np.testing.assert_array_equal(ids_TK, routing.topk_expert_ids_TK)
+                np.testing.assert_array_equal(weights_TK, routing.topk_weights_TK)
+            else:
+                np.testing.assert_array_equal(numpy(total), wanted)
+        counters, count = cache.counters, 0 if total is None else len(needed)
+        assert (counters.demand_hits, counters.misses) == (count, count) and not cache.book(0).pinned()
+        others = ExpertCache([1], experts + 1, DecayedLfu, InstantLoader())
+        loads = loader.native_loads(1, experts)
+        uses, book = _core.Uses(_core.Worth.USES, experts + 1), others.book(0)
+        with pytest.raises(ValueError, match="cache of as many experts"):
+            backend.run_moe(x, layer, _core.LayerCache(0, book, loads, _core.CacheCounts(), uses, None, 1.0), None)
+        with pytest.raises(ValueError, match="their uses"):
+            _core.LayerCache(0, book, loads, _core.CacheCounts(), None, None, 1.0)
         loader.close()
 
 
@@ -209,25 +192,14 @@ def test_an_expert_that_is_missing_or_given_twice_is_an_error():
         moe(OPS[ISAS[0], 1], case, [Placement([0, 1, 2, 3], [0, 1, 2, 3]), Placement([0], [0])])
 
 
-class FileOfBlobs:
-    """Blobs in one file behind a header of 4096 bytes."""
-
-    def __init__(self, folder: Path, blobs_EB):
-        self.paths = [folder / "experts.bin"]
-        self.paths[0].write_bytes(bytes(4096) + blobs_EB.tobytes())
-        self._nbytes = blobs_EB.shape[1]
-        self._crcs = [zlib.crc32(blob.tobytes()) for blob in blobs_EB]
-
-    def blob(self, key):
-        return Blob(0, 4096 + key.expert * self._nbytes, self._nbytes, self._crcs[key.expert])
-
-
 def make_loader(tmp_path, case, reader, num_slots):
     nbytes = case.layout.blob_bytes
     memory = np.zeros(num_slots * nbytes + 4096, np.uint8)
     start = -memory.ctypes.data % 4096
     slots = [memory[start + i * nbytes : start + (i + 1) * nbytes] for i in range(num_slots)]
-    return NativeLoader(FileOfBlobs(tmp_path, case.blobs_EB), slots, LoaderOptions(threads=2, chunk_bytes=4096), reader)
+    return NativeLoader(
+        FileOfBlobs(tmp_path, [case.blobs_EB]), slots, LoaderOptions(threads=2, chunk_bytes=4096), reader
+    )
 
 
 @pytest.mark.parametrize("isa", ISAS)

@@ -310,24 +310,9 @@ class MoeStep:
     def run(self, experts: Sequence[int], slots: Sequence[int], source: SlotSource) -> int: ...
     def finish(self) -> Matrix: ...
 
-# ---- layers.h
+# ---- moe_layer.h, layers.h
 
-class LayerAtHand:
-    def __init__(
-        self,
-        attention_norm: NormWeights,
-        qkv: PackedMatrix,
-        attention: GroupedAttention,
-        out: PackedMatrix,
-        moe_norm: NormWeights,
-        router: RouterParams,
-        layout: ExpertLayout,
-        activation: ActivationParams,
-        book: LayerBook,
-        cache: LayerCache | None,
-    ) -> None: ...
-
-class LayerWeights:
+class MoeLayer:
     def __init__(
         self,
         norm: NormWeights,
@@ -342,12 +327,23 @@ class Routed:
     failed_slot: int
     def routing(self) -> tuple[I32Array, F32Array]: ...
 
-def run_layer(
-    compute: Compute, x: Matrix, layer: LayerWeights, cache: LayerCache, sight: Sight | None
+def run_moe(
+    compute: Compute, x: Matrix, layer: MoeLayer, cache: LayerCache, sight: Sight | None
 ) -> tuple[Matrix, Matrix | None, Matrix | None, Routed | None]: ...
 
+class DecoderLayer:
+    def __init__(
+        self,
+        attention_norm: NormWeights,
+        qkv: PackedMatrix,
+        attention: GroupedAttention,
+        out: PackedMatrix,
+        moe: MoeLayer,
+        cache: LayerCache,
+    ) -> None: ...
+
 class Layers:
-    def __init__(self, layers: Sequence[LayerAtHand]) -> None: ...
+    def __init__(self, layers: Sequence[DecoderLayer]) -> None: ...
 
 def attention(
     compute: Compute,
@@ -359,16 +355,15 @@ def attention(
     qkv: PackedMatrix,
     out: PackedMatrix,
 ) -> Matrix: ...
-def run_at_hand(
+def run_layers(
     compute: Compute,
     kv: KvPages,
     step: Step,
     x: Matrix,
     layers: Layers,
     scale: float,
-    source: SlotSource,
     sights: Sequence[Sight],
-) -> tuple[int, int, int]: ...
+) -> tuple[int, int]: ...
 
 # ---- pack.h
 
@@ -442,7 +437,7 @@ class LayerCache:
         book: LayerBook,
         loads: ExpertLoads,
         counts: CacheCounts,
-        uses: Uses,
+        uses: Uses | None,
         ranks: RankCounts | None,
         always_used: float,
     ) -> None: ...

@@ -76,6 +76,12 @@ struct Model {
     }
     return true;
   }
+
+  bool has_failed_slot() const {
+    for (int slot = 0; slot < kLayers * kSlots; ++slot)
+      if (loader->state(slot) == SlotState::kFailed) return true;
+    return false;
+  }
 };
 
 void steps(Worth worth, std::int64_t fail_at) {
@@ -104,6 +110,7 @@ void steps(Worth worth, std::int64_t fail_at) {
       const bool is_whole = model.use(layer, needed);
       failed += !is_whole;
       cache.leave(needed);
+      check(is_whole || model.has_failed_slot(), "why a load failed can still be told");
       const LayerBook& book = cache.book();
       check(book.num_pinned() == 0 && book.capacity() == kSlots, "no pin and no slot is lost");
       for (const int expert : needed) check(!is_whole || (book.is_here(expert) && !book.is_unused(expert)), "what was used is here");

@@ -18,10 +18,10 @@ import numpy as np
 from tidegate.backends.operands import (
     AttentionWeights,
     ByteArray,
+    DecoderLayer,
     ExpertSlots,
     F32Array,
     KvLayout,
-    LayersAtHand,
     Linear,
     MoeLayer,
     Norm,
@@ -149,20 +149,6 @@ class Backend(ABC, Generic[A]):
         acquired when the iterator advances and may be evicted after the next advance; together they hold every needed
         expert once. ``activation`` = (name, alpha, limit) of ModelConfig."""
 
-    def moe_at_hand(
-        self,
-        x: A,
-        norm: Norm,
-        router: Router,
-        layout: ExpertLayout,
-        slots: ExpertSlots,
-        book: _core.LayerBook,
-        activation: tuple[str, float, float],
-    ) -> tuple[A, A, int] | None:
-        """``norm_route`` and ``moe`` in one call: ``x`` normed, the sum, and of how many experts; ``book`` says where each
-        expert is. None, and nothing done, if one of them is not ready or was never used, or where calls cost nothing."""
-        return None
-
     def run_moe(
         self, x: A, layer: MoeLayer, cache: _core.LayerCache, sight: _core.Sight | None
     ) -> tuple[A, A | None, A | None, _core.Routed | None] | None:
@@ -171,12 +157,13 @@ class Backend(ABC, Generic[A]):
         visited, or if a load has failed. None, and nothing done, where calls cost nothing."""
         return None
 
-    def run_at_hand(self, x: A, layers: LayersAtHand, sights: Sequence[_core.Sight] = ()) -> tuple[int, int, int]:
-        """``x`` through the layers' halves in one call, ``attention`` and ``moe_at_hand`` or ``run_moe`` in turn, up to the first
-        that would be None or without a sum: how many halves were done, of how many experts that no cache has counted, and the
-        slot whose load has failed, or -1. ``sights``: of every layer, or none. Changes x. Nothing is done where calls cost
-        nothing."""
-        return 0, 0, -1
+    def run_layers(
+        self, x: A, layers: tuple[DecoderLayer, ...], scale: float, sights: Sequence[_core.Sight] = ()
+    ) -> tuple[int, int]:
+        """``x`` += ``scale`` * y in one call, for what the layers' halves, ``attention`` and ``run_moe`` in turn, make of x, up
+        to the first without a sum: how many halves were done, and the slot whose load has failed, or -1. ``sights``: of every
+        layer, or none. Nothing is done where calls cost nothing."""
+        return 0, -1
 
     @abstractmethod
     def gated_mlp(self, x: A, gate_up: Linear, down: Linear, activation: tuple[str, float, float]) -> A:

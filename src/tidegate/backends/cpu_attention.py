@@ -13,10 +13,9 @@ from tidegate.backends.cpu_linear import LinearOps
 from tidegate.backends.operands import (
     AttentionWeights,
     ByteArray,
-    ExpertSlots,
+    DecoderLayer,
     F32Array,
     KvLayout,
-    LayersAtHand,
     Linear,
     MoeLayer,
     Norm,
@@ -25,7 +24,6 @@ from tidegate.backends.operands import (
     Routing,
     StepBatch,
 )
-from tidegate.quant.layout import ExpertLayout
 
 
 class _NativeGate(Gate[Matrix]):
@@ -57,8 +55,8 @@ class AttentionOps(LinearOps):
         ] = {}
         self._grouped: dict[int, tuple[_core.GroupedAttention, AttentionWeights]] = {}
         self._latent: dict[int, tuple[_core.LatentAttention, AttentionWeights]] = {}
-        self._layers: dict[int, tuple[_core.Layers, LayersAtHand]] = {}
-        self._moe_layers: dict[int, tuple[_core.LayerWeights, MoeLayer]] = {}
+        self._layers: dict[int, tuple[_core.Layers, tuple[DecoderLayer, ...]]] = {}
+        self._moe_layers: dict[int, tuple[_core.MoeLayer, MoeLayer]] = {}
         self._routers: dict[int, tuple[_core.RouterParams, Router]] = {}
 
     def bind_kv(self, layout: KvLayout, pages: ByteArray) -> None:
@@ -96,45 +94,18 @@ class AttentionOps(LinearOps):
         normed, ids_TK, weights_TK, said_E = _core.norm_route(self.compute, x, self._norm(norm), self._router(router))
         return normed, Routing(ids_TK, weights_TK, said_E)
 
-    def moe_at_hand(
-        self,
-        x: Matrix,
-        norm: Norm,
-        router: Router,
-        layout: ExpertLayout,
-        slots: ExpertSlots,
-        book: _core.LayerBook,
-        activation: tuple[str, float, float],
-    ) -> tuple[Matrix, Matrix, int] | None:
-        if slots.native is None:
-            return None
-        return _core.norm_route_moe(
-            self.compute,
-            x,
-            self._norm(norm),
-            self._router(router),
-            self._layout(layout),
-            self._activation(activation),
-            book,
-            slots.native,
-        )
-
     def run_moe(
         self, x: Matrix, layer: MoeLayer, cache: _core.LayerCache, sight: _core.Sight | None
     ) -> tuple[Matrix, Matrix | None, Matrix | None, _core.Routed | None]:
-        known = self._moe_layers.get(id(layer))
-        if known is None:
-            known = self._moe_layers[id(layer)] = self._make_moe_layer(layer), layer
-        return _core.run_layer(self.compute, x, known[0], cache, sight)
+        return _core.run_moe(self.compute, x, self._moe_layer(layer), cache, sight)
 
-    def run_at_hand(self, x: Matrix, layers: LayersAtHand, sights: Sequence[_core.Sight] = ()) -> tuple[int, int, int]:
-        source = layers.slots.native
-        if source is None:
-            return 0, 0, -1
+    def run_layers(
+        self, x: Matrix, layers: tuple[DecoderLayer, ...], scale: float, sights: Sequence[_core.Sight] = ()
+    ) -> tuple[int, int]:
         known = self._layers.get(id(layers))
         if known is None:
-            known = self._layers[id(layers)] = self._make_layers(layers), layers
-        return _core.run_at_hand(self.compute, self._kv, self._step, x, known[0], layers.scale, source, sights)
+            known = self._layers[id(layers)] = _core.Layers([self._layer(layer) for layer in layers]), layers
+        return _core.run_layers(self.compute, self._kv, self._step, x, known[0], scale, sights)
 
     def rank(self, scores: Matrix, top_k: int, most: int) -> Ranking:
         return _core.rank(scores, top_k, most)
@@ -216,8 +187,11 @@ class AttentionOps(LinearOps):
         self._latent[id(weights)] = handle, weights
         return handle
 
-    def _make_moe_layer(self, layer: MoeLayer) -> _core.LayerWeights:
-        return _core.LayerWeights(
+    def _moe_layer(self, layer: MoeLayer) -> _core.MoeLayer:
+        known = self._moe_layers.get(id(layer))
+        if known:
+            return known[0]
+        handle = _core.MoeLayer(
             norm=self._norm(layer.norm),
             router=self._router(layer.router),
             layout=self._layout(layer.layout),
@@ -225,25 +199,17 @@ class AttentionOps(LinearOps):
             shared_gate_up=self.packed(layer.shared_gate_up) if layer.shared_gate_up else None,
             shared_down=self.packed(layer.shared_down) if layer.shared_down else None,
         )
+        self._moe_layers[id(layer)] = handle, layer
+        return handle
 
-    def _make_layers(self, layers: LayersAtHand) -> _core.Layers:
-        activation = self._activation(layers.activation)
-        return _core.Layers(
-            [
-                _core.LayerAtHand(
-                    attention_norm=self._norm(layer.attention_norm),
-                    qkv=self.packed(layer.qkv),
-                    attention=self._make_grouped(layer.attention),
-                    out=self.packed(layer.out),
-                    moe_norm=self._norm(layer.moe_norm),
-                    router=self._router(layer.router),
-                    layout=self._layout(layer.layout),
-                    activation=activation,
-                    book=layer.book,
-                    cache=layer.cache,
-                )
-                for layer in layers.layers
-            ]
+    def _layer(self, layer: DecoderLayer) -> _core.DecoderLayer:
+        return _core.DecoderLayer(
+            attention_norm=self._norm(layer.attention_norm),
+            qkv=self.packed(layer.qkv),
+            attention=self._make_grouped(layer.attention),
+            out=self.packed(layer.out),
+            moe=self._moe_layer(layer.moe),
+            cache=layer.cache,
         )
 
     def _router(self, router: Router) -> _core.RouterParams:

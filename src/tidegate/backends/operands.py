@@ -181,25 +181,12 @@ class MoeLayer:
 
 
 @dataclass(frozen=True)
-class LayerAtHand:
-    """A layer of grouped attention and routed experts; ``book`` as in ``moe_at_hand``, or ``cache`` as in ``run_moe``."""
+class DecoderLayer:
+    """A layer of grouped attention and routed experts, and no shared one; ``cache`` of the experts, as in ``run_moe``."""
 
     attention_norm: Norm
     qkv: Linear
     attention: AttentionWeights
     out: Linear
-    moe_norm: Norm
-    router: Router
-    layout: ExpertLayout
-    book: _core.LayerBook
-    cache: _core.LayerCache | None = None
-
-
-@dataclass(frozen=True)
-class LayersAtHand:
-    """The layers of a model, in order, and what they have in common. ``scale``: of what a half adds to the hidden state."""
-
-    layers: tuple[LayerAtHand, ...]
-    slots: ExpertSlots
-    activation: tuple[str, float, float]
-    scale: float
+    moe: MoeLayer
+    cache: _core.LayerCache

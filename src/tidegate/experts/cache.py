@@ -65,11 +65,11 @@ class ExpertCache:
         self._num_slots = first
         self._shares = SlotShares(len(capacities), num_experts) if share and self._is_scarce else None
         self.native_counts = _core.CacheCounts()
-        loads = loader.native_loads(len(capacities), num_experts) if self._is_scarce else None
+        loads = loader.native_loads(len(capacities), num_experts)
         ranks = self._shares.native if self._shares else None
         for layer, one in enumerate(self._layers):
-            uses = one.policy.native
-            if loads is not None and uses is not None:
+            uses = one.policy.native if self._is_scarce else None  # otherwise nothing is ever evicted
+            if loads is not None and (uses is not None or not self._is_scarce):
                 worth = one.policy.worth(1.0)
                 one.native = _core.LayerCache(layer, one.book, loads, self.native_counts, uses, ranks, worth)
 
@@ -108,23 +108,14 @@ class ExpertCache:
         """The same with their slots, for native code."""
         return self._layers[layer].book
 
-    def at_hand(self, layer: int) -> _core.LayerBook | None:
-        """``book``, if a visit of experts that were used before has nothing to decide or to count but hits (``count_hits``); they
-        may still be loading. None where experts can be evicted."""
-        return None if self._is_scarce else self._layers[layer].book
-
     def native(self, layer: int) -> _core.LayerCache | None:
-        """What visits the layer natively in a decode step, where experts can be evicted, and counts all but what ``counters``
-        shows at once; None if loader or policy have no such thing."""
+        """What visits the layer natively in a decode step, or in any step where no expert can be evicted, and counts in
+        ``counters``; None if the loader has no such thing, or the policy that it would ask."""
         return self._layers[layer].native
 
     def is_prompt(self, num_rows: int) -> bool:
         """Whether the latest tokens of such a step count one by one."""
         return self._is_scarce and num_rows > PROMPT_TOKENS
-
-    def count_hits(self, count: int) -> None:
-        """So many experts that were ``at_hand`` were used without a visit."""
-        self._counters.demand_hits += count
 
     def worth(self, layer: int, odds: float) -> float:
         """The policy value of an expert that is needed with these odds, for ``prefetch``."""

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from typing import Generic
 
 from tidegate.backends.base import A, Backend
-from tidegate.backends.operands import F32Array, LayerAtHand, LayersAtHand, StepBatch
+from tidegate.backends.operands import DecoderLayer, F32Array, StepBatch
 from tidegate.experts.cache import ExpertCache
 from tidegate.model_config import ModelConfig
 from tidegate.models.attention import GroupedAttention, LatentAttention
@@ -37,7 +37,7 @@ class Decoder(Generic[A]):
     ) -> None:
         self.config, self.weights, self.backend, self.experts = config, weights, backend, experts
         self._activation: Activation = (config.activation, config.activation_alpha, config.activation_limit)
-        self._at_hand: tuple[ExpertCache | None, LayersAtHand | None] = None, None  # of that cache
+        self._whole: tuple[ExpertCache | None, tuple[DecoderLayer, ...]] = None, ()  # of that cache
         self._blocks = [block for layer in weights.layers for block in self._layer_blocks(layer)]
 
     @property
@@ -56,43 +56,38 @@ class Decoder(Generic[A]):
         mark = backend.mark()
         if self.experts is not None:
             self.experts.begin_step(len(batch.token_ids_T))
-        for block in self._blocks[self._run_at_hand(x, len(batch.token_ids_T)) :]:
+        for block in self._blocks[self._run_whole(x, len(batch.token_ids_T)) :]:
             backend.add(x, block(x), scale)
             backend.release(mark)
         return backend.logits(x, self.weights.final_norm, self.weights.head, self.config.logits_divisor)
 
-    def _run_at_hand(self, x: A, num_rows: int) -> int:
-        """How many blocks the backend could run at once."""
+    def _run_whole(self, x: A, num_rows: int) -> int:
+        """How many blocks the backend could run in one call."""
         experts = self.experts
         if experts is None or not experts.runs_whole(num_rows):
             return 0
-        if self._at_hand[0] is not experts.cache:
-            self._at_hand = experts.cache, self._layers_at_hand(experts)
-        layers = self._at_hand[1]
-        if layers is None:
+        if self._whole[0] is not experts.cache:
+            self._whole = experts.cache, self._whole_layers(experts.cache)
+        layers = self._whole[1]
+        if not layers:
             return 0
         experts.cache.deal()
-        done, num_experts, failed_slot = self.backend.run_at_hand(x, layers, experts.sights or ())
-        experts.cache.count_hits(num_experts)
+        done, failed_slot = self.backend.run_layers(x, layers, self.config.residual_multiplier, experts.sights or ())
         experts.raise_failure(failed_slot)
         return done
 
-    def _layers_at_hand(self, experts: Experts) -> LayersAtHand | None:
-        """All layers, if their experts are never evicted or a native cache serves them, and the backend knows such layers as a
-        whole."""
-        layers, cache = [], experts.cache
-        for number, layer in enumerate(self.weights.layers):
-            one, moe = layer.attention, layer.feed_forward
-            if isinstance(one, LatentAttentionWeights) or isinstance(moe, MlpWeights):
-                return None
+    def _whole_layers(self, cache: ExpertCache) -> tuple[DecoderLayer, ...]:
+        """All layers, if they are of the kind that a backend may know as a whole and a native cache serves them."""
+        layers = []
+        for number, (layer, block) in enumerate(zip(self.weights.layers, self._blocks[1::2], strict=True)):
+            one = layer.attention
+            if isinstance(one, LatentAttentionWeights) or not isinstance(block, MoeBlock):
+                return ()
             native = cache.native(number)
-            if (cache.at_hand(number) is None and native is None) or moe.shared_gate_up is not None:
-                return None
-            layout, book = experts.layouts[number], cache.book(number)
-            layers.append(
-                LayerAtHand(one.norm, one.qkv, one.attention, one.out, moe.norm, moe.router, layout, book, native)
-            )
-        return LayersAtHand(tuple(layers), experts.slots, self._activation, self.config.residual_multiplier)
+            if native is None or block.layer.shared_gate_up is not None:
+                return ()
+            layers.append(DecoderLayer(one.norm, one.qkv, one.attention, one.out, block.layer, native))
+        return tuple(layers)
 
     def _layer_blocks(self, layer: LayerWeights) -> tuple[Callable[[A], A], Callable[[A], A]]:
         attention: Callable[[A], A]

@@ -131,18 +131,9 @@ class Experts:
         wanted = (lookahead is not None and lookahead.wants_guesses) or (trace is not None and trace.wants_guesses)
         return self.guesser if wanted else None
 
-    @property
-    def is_watched(self) -> bool:
-        """Somebody wants to know what the routers choose."""
-        return self.lookahead is not None or self.foreseer is not None or self.trace is not None
-
     def runs_whole(self, num_rows: int) -> bool:
         """Whether a step of so many rows may run all layers in one call: nobody but sights wants to know what routers choose."""
-        return (self._is_native or not self.is_watched) and not self.cache.is_prompt(num_rows)
-
-    def at_hand(self, layer: int) -> _core.LayerBook | None:
-        """``ExpertCache.at_hand``, if nobody watches."""
-        return None if self.is_watched else self.cache.at_hand(layer)
+        return self._is_native and not self.cache.is_prompt(num_rows)
 
     def native(self, layer: int) -> _core.LayerCache | None:
         """``ExpertCache.native``, if nobody wants to know what the router chooses but sights."""
@@ -174,11 +165,10 @@ class MoeBlock(Generic[A]):
     """One MoE layer."""
 
     def __init__(self, weights: MoeWeights, activation: Activation, backend: Backend[A], experts: Experts) -> None:
-        self._weights, self._activation = weights, activation
-        self._backend, self._experts = backend, experts
-        self._layout = experts.layouts[weights.layer]
-        self._whole = MoeLayer(
-            weights.norm, weights.router, self._layout, activation, weights.shared_gate_up, weights.shared_down
+        self._weights, self._backend, self._experts = weights, backend, experts
+        layout = experts.layouts[weights.layer]
+        self.layer = MoeLayer(
+            weights.norm, weights.router, layout, activation, weights.shared_gate_up, weights.shared_down
         )
 
     def __call__(self, x: A) -> A:
@@ -188,7 +178,7 @@ class MoeBlock(Generic[A]):
         native = experts.native(weights.layer)
         if native is not None:
             sights = experts.sights
-            ran = backend.run_moe(x, self._whole, native, None if sights is None else sights[weights.layer])
+            ran = backend.run_moe(x, self.layer, native, None if sights is None else sights[weights.layer])
             if ran is not None:
                 x, total, shared, more = ran
                 if total is not None:
@@ -196,15 +186,6 @@ class MoeBlock(Generic[A]):
                 assert more is not None
                 experts.raise_failure(more.failed_slot)
                 return self._visit(x, Routing(*more.routing()))
-        book = experts.at_hand(weights.layer)
-        if book is not None:  # most likely everything is in memory
-            found = backend.moe_at_hand(
-                x, weights.norm, weights.router, self._layout, experts.slots, book, self._activation
-            )
-            if found is not None:
-                x, out, num_experts = found
-                experts.cache.count_hits(num_experts)
-                return self._add_shared(out, self._shared(x), x)
         x, routing = backend.norm_route(x, weights.norm, weights.router)
         if experts.trace is not None:
             hidden_TD = backend.numpy(x) if experts.trace.wants_hidden else None
@@ -237,7 +218,7 @@ class MoeBlock(Generic[A]):
             experts.spent(placed_ns - began_ns, time.perf_counter_ns() - placed_ns)
             shared = self._shared(x)
             everything = chain((first,), placements)
-            out = backend.moe(x, routing, self._layout, everything, experts.slots, self._activation)
+            out = backend.moe(x, routing, self.layer.layout, everything, experts.slots, self.layer.activation)
         finally:
             began_ns = time.perf_counter_ns()
             placements.close()  # unpins whatever an error left pinned
@@ -257,10 +238,10 @@ class MoeBlock(Generic[A]):
             experts.tell(guesser.after_route(layer, x, routing.said_E))
 
     def _shared(self, x: A) -> A | None:
-        weights = self._weights
-        if weights.shared_gate_up is None or weights.shared_down is None:
+        layer = self.layer
+        if layer.shared_gate_up is None or layer.shared_down is None:
             return None
-        return self._backend.gated_mlp(x, weights.shared_gate_up, weights.shared_down, self._activation)
+        return self._backend.gated_mlp(x, layer.shared_gate_up, layer.shared_down, layer.activation)
 
     def _add_shared(self, out: A, shared: A | None, x: A) -> A:
         if shared is None:
