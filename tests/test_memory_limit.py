@@ -11,6 +11,7 @@ import pytest
 
 from cgroup import Finished, run_under_limit
 from stores import qwen_config, write_store
+from tidegate.experts.trace import TraceReader
 
 PROMPT = "The tide is the rise and fall of the sea. " * 4
 NUM_BUDGETS = 50
@@ -65,6 +66,17 @@ def test_a_budget_below_the_smallest_is_refused_under_its_own_limit(store: Path)
     smallest = _result(_run(store, 400 << 20))["plan"]["smallest_bytes"]
     done = _run(store, (smallest - (1 << 20)) // 4096 * 4096)
     assert done.returncode == 2 and done.oom_kills == 0 and "the smallest budget that works is" in done.stderr
+
+
+def test_a_trace_is_written_inside_the_budget(store: Path, tmp_path: Path) -> None:
+    smallest = _result(_run(store, 400 << 20))["plan"]["smallest_bytes"]
+    for number, chunk in enumerate(("16", "256")):
+        budget, trace = 4096 * (smallest // 4096 + 128), tmp_path / f"{number}.trace"
+        result = _result(_run(store, budget, "--prefill-chunk", chunk, "--trace", str(trace)))
+        assert result["peak_bytes"] <= budget, (chunk, result)
+        reader = TraceReader(trace)
+        assert sum(len(rows.step) for rows in reader) == result["prefill_tokens"] + result["decode_tokens"]
+        reader.close()
 
 
 def test_budgets_hold_with_predictors(store: Path, tmp_path: Path) -> None:

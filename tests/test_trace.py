@@ -32,8 +32,9 @@ def _write(path: Path, steps: int = 30, seed: int = 0) -> list[tuple[np.ndarray,
     return written
 
 
-def test_round_trip_in_several_chunks(tmp_path, monkeypatch):
-    monkeypatch.setattr(trace_module, "CHUNK_ROWS", 10)
+@pytest.mark.parametrize(("limit", "value"), [("CHUNK_ROWS", 10), ("CHUNK_BYTES", 500)])
+def test_round_trip_in_several_chunks(tmp_path, monkeypatch, limit, value):
+    monkeypatch.setattr(trace_module, limit, value)
     written = _write(tmp_path / "t.trace")
     reader = TraceReader(tmp_path / "t.trace")
     chunks = list(reader)

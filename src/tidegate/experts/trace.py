@@ -23,7 +23,7 @@ from tidegate.errors import CorruptFile, UsageError
 
 FORMAT_VERSION = 4
 _READABLE = (1, 2, 3, 4)  # 1 has no guesses, those of 2 and 3 were made elsewhere, 1 and 2 have no fingerprint
-CHUNK_ROWS = 4096
+CHUNK_ROWS, CHUNK_BYTES = 4096, 1 << 20  # whichever comes first
 _LARGEST_MEMBER_BYTES = 1 << 30
 _BROKEN = (ValueError, EOFError, OSError, NotImplementedError, RuntimeError, zipfile.BadZipFile, zlib.error)
 Array = NDArray[Any]
@@ -109,7 +109,8 @@ class Sketcher:
 
 
 class TraceWriter:
-    """Streams a trace to ``path``: chunks of CHUNK_ROWS rows as members of a zip file, so memory stays bounded.
+    """Streams a trace to ``path``: chunks of CHUNK_ROWS rows or CHUNK_BYTES as members of a zip file, so memory stays bounded; it
+    comes out of the plan's headroom.
 
     Call ``begin_step`` once a forward pass, ``record`` once a MoE layer in order, ``record_guess`` in between, ``end_step``; a
     step that failed is forgotten when the next one begins. The file appears under its name only on ``close``; until then it is
@@ -127,7 +128,7 @@ class TraceWriter:
         self._layers: list[tuple[Array, Array, Array]] = []
         self._guesses, self._margins = np.empty(0, self._expert_dtype), np.empty(0, np.float16)
         self._sketcher = Sketcher(meta.sketch_dims)
-        self._num_rows = self._num_steps = self._num_chunks = 0
+        self._num_rows = self._num_bytes = self._num_steps = self._num_chunks = 0
 
     @property
     def wants_hidden(self) -> bool:
@@ -195,16 +196,21 @@ class TraceWriter:
     def _add(self, rows: _Rows) -> None:
         self._done.append(rows)
         self._num_rows += len(rows["step"])
-        if self._num_rows >= CHUNK_ROWS:
+        self._num_bytes += sum(values.nbytes for values in rows.values())
+        if self._num_rows >= CHUNK_ROWS or self._num_bytes >= CHUNK_BYTES:
             self._flush()
 
     def _flush(self) -> None:
         for name in _members(self.meta):
             with self._zip.open(f"{self._num_chunks:05d}/{name}.npy", "w") as member:
-                values = np.concatenate([rows[name] for rows in self._done])
-                np.lib.format.write_array(member, values, version=(1, 0), allow_pickle=False)
+                parts = [np.ascontiguousarray(rows[name]) for rows in self._done]
+                kind, shape = parts[0].dtype, (sum(map(len, parts)), *parts[0].shape[1:])
+                header = {"descr": np.lib.format.dtype_to_descr(kind), "fortran_order": False, "shape": shape}
+                np.lib.format.write_array_header_1_0(member, header)
+                for part in parts:  # as write_array would, which makes copies of it all
+                    member.write(part.data)
         self._num_chunks += 1
-        self._num_rows, self._done = 0, []
+        self._num_rows, self._num_bytes, self._done = 0, 0, []
 
 
 def _members(meta: TraceMeta) -> list[str]:
