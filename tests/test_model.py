@@ -3,13 +3,14 @@
 from dataclasses import replace
 from itertools import zip_longest
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 
 import tidegate
-from engines import fixed_process, load_model
-from stores import END, TURN, VOCAB, qwen_config, write_store
+from engines import fixed_process, load_model, record_logits
+from stores import END, TURN, VOCAB, deepseek_config, qwen_config, write_store
 from tidegate.errors import UsageError
 
 __all__ = ["fixed_process"]
@@ -49,6 +50,33 @@ def test_stream_gives_the_text_of_generate(model: tidegate.Model) -> None:
     for a, b in zip_longest(first, second, fillvalue=""):
         mixed = [mixed[0] + a, mixed[1] + b]
     assert mixed == [whole, model.generate("gate", max_tokens=20, ignore_eos=True).text]
+
+
+@pytest.mark.parametrize("options", [{}, {"kv": "int8"}, {"config": deepseek_config()}, {"prefill_chunk": 3}])
+def test_a_turn_of_a_chat_costs_only_what_is_new_and_changes_no_bit(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, options: dict[str, Any]
+) -> None:
+    store = write_store(tmp_path / "store", options.pop("config", qwen_config()))
+    rows = record_logits(monkeypatch)
+    messages, asked = [], []
+    with load_model(store, **options) as model:
+        for text in ("the tide", "and the gate", "so"):
+            messages.append({"role": "user", "content": text})
+            asked.append(model.chat_prompt(messages))
+            before = model.stats()["prefill_tokens"]
+            answer = model.chat(messages, max_tokens=5, ignore_eos=True)
+            computed = model.stats()["prefill_tokens"] - before
+            assert computed < len(asked[-1]) - (len(asked[-2]) - 1 if asked[:-1] else -1)
+            messages.append({"role": "assistant", "content": answer.text})
+        with model.trace(tmp_path / "t"):
+            model.chat(messages[:5], max_tokens=1)
+        assert model.stats()["prefill_tokens"] - before - computed == len(asked[-1]), "a trace has every token"
+    turns = [rows[number + 1] for number in range(3)]
+    for ids, turn in zip(asked, turns, strict=True):
+        rows.clear()
+        with load_model(store, **options) as model:
+            model.generate(ids, max_tokens=5, ignore_eos=True)
+        np.testing.assert_array_equal(np.stack(rows[1]), np.stack(turn))
 
 
 def test_stop_strings_cut_the_text(model: tidegate.Model) -> None:

@@ -65,6 +65,55 @@ def test_everybody_ends_in_order_of_arrival_and_no_page_is_lost(asked, running, 
             assert len(s.output_ids) == s.max_tokens
 
 
+texts = st.lists(
+    st.tuples(st.lists(st.integers(0, 1), min_size=1, max_size=14), st.integers(1, 6)), min_size=2, max_size=10
+)
+
+
+@settings(max_examples=200, deadline=None)
+@given(texts, st.integers(1, 3), st.integers(1, 9), st.randoms())
+def test_what_is_not_computed_again_is_in_the_pages(asked, running, chunk, random) -> None:
+    """Pages that keep what was written: every position that a sequence skips holds the very tokens that it begins with."""
+    _, scheduler = _scheduler(12, running, chunk)
+    written: dict[tuple[int, int], list[int]] = {}
+    waiting = [
+        Sequence(index, prompt, answer, SamplingOptions(), may_continue=True)
+        for index, (prompt, answer) in enumerate(asked)
+    ]
+    while waiting or not scheduler.is_idle:
+        if waiting and (scheduler.is_idle or random.random() < 0.3):
+            scheduler.add(waiting.pop(0))
+        chunks = scheduler.schedule()
+        for part in chunks:
+            sequence = part.sequence
+            places = [(int(sequence.pages[at // PAGE]), at % PAGE) for at in range(part.stop)]
+            assert all(written[places[at]] == sequence.tokens[: at + 1] for at in range(part.start))
+            for at in range(part.start, part.stop):
+                written[places[at]] = sequence.tokens[: at + 1]
+        scheduler.postprocess(chunks, [Sampled(random.randint(0, 1)) for part in chunks if part.samples])
+        if scheduler.running and random.random() < 0.1:
+            scheduler.end(random.choice(scheduler.running), "cancelled")
+
+
+def test_the_next_turn_computes_only_what_is_new() -> None:
+    _, scheduler = _scheduler(pages=20, running=2, chunk=100)
+
+    def first_chunk(index: int, prompt: list[int], may_continue: bool = True) -> tuple[int, int]:
+        scheduler.add(Sequence(index, prompt, 2, SamplingOptions(), may_continue=may_continue))
+        (chunk,) = scheduler.schedule()
+        scheduler.postprocess([chunk], [Sampled(7)])
+        while not scheduler.is_idle:
+            _step(scheduler)
+        return chunk.start, chunk.stop
+
+    assert first_chunk(0, [1, 2, 3]) == (0, 3)
+    assert first_chunk(1, [1, 2, 3, 7, 8]) == (4, 5), "the last token of the answer was never computed"
+    assert first_chunk(2, [1, 2, 3, 7, 8]) == (4, 5), "one token has to be computed for the first logits"
+    assert first_chunk(3, [1, 2, 9, 9]) == (2, 4)
+    assert first_chunk(4, [1, 2, 9, 9], may_continue=False) == (0, 4)
+    assert first_chunk(5, [5, 2, 9, 9]) == (0, 4)
+
+
 def test_the_head_of_the_queue_is_never_overtaken() -> None:
     _, scheduler = _scheduler(pages=4, running=4, chunk=8)
     for sequence in (_sequence(0, 4, 4), _sequence(1, 12, 4), _sequence(2, 1, 1)):

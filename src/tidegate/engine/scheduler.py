@@ -83,12 +83,14 @@ class Scheduler:
 
     def _admit(self) -> None:
         while self.waiting and len(self.running) < self.max_running:
-            pages = self.kv.allocate(self.waiting[0].id, self.waiting[0].most_tokens)
-            if pages is None:
+            sequence = self.waiting[0]
+            beginning = sequence.tokens[:-1] if sequence.may_continue else ()
+            found = self.kv.allocate(sequence.id, sequence.most_tokens, beginning)
+            if found is None:
                 return
-            sequence = self.waiting.popleft()
+            pages, sequence.num_computed = found
             sequence.pages = np.array(pages, np.int32)
-            self.running.append(sequence)
+            self.running.append(self.waiting.popleft())
 
     def postprocess(self, chunks: list[Chunk], sampled: list[Sampled]) -> list[Sequence]:
         """Record what was computed and chosen (one entry a sampling chunk, in order); sequences that ended give their
@@ -114,7 +116,7 @@ class Scheduler:
             self._release(sequence)
 
     def _release(self, sequence: Sequence) -> None:
-        self.kv.free(sequence.id)
+        self.kv.free(sequence.id, sequence.tokens[: sequence.num_computed])
         sequence.pages = sequence.pages[:0]
         if sequence in self.running:
             self.running.remove(sequence)

@@ -32,7 +32,8 @@ class Sequence:
 
     ``max_tokens`` bounds the answer and must be known, because pages for all of it are taken at admission. A sequence
     with ``kept_logits`` (float32 [prompt, V], to be filled) answers nothing: it is scored, and ends when its whole prompt
-    is computed. ``first_token_s`` is the time from arrival to the first token of the answer.
+    is computed. One that ``may_continue`` need not compute what it has in common with the sequence before it. ``first_token_s``
+    is the time from arrival to the first token of the answer.
     """
 
     def __init__(
@@ -45,8 +46,11 @@ class Sequence:
         eos_token_ids: frozenset[int] = frozenset(),
         text: TextStream | None = None,
         kept_logits: NDArray[np.float32] | None = None,
+        may_continue: bool = False,
     ) -> None:
         assert prompt_ids and (max_tokens > 0 or kept_logits is not None)
+        assert not may_continue or kept_logits is None
+        self.may_continue = may_continue
         self.id, self.sampling, self.max_tokens = sequence_id, sampling, max_tokens if kept_logits is None else 0
         self.tokens, self.num_prompt = list(prompt_ids), len(prompt_ids)
         self.eos_token_ids, self.text, self.kept_logits = eos_token_ids, text, kept_logits
