@@ -8,6 +8,7 @@ namespace tidegate {
 namespace {
 
 constexpr double kMostCertain = 30.0;
+constexpr double kHaste = 3.0, kHastyLoads = 64.0;  // the first loads move the floor four times as far, and then less and less
 
 bool contains(const std::vector<int>& experts, int expert) {
   return std::find(experts.begin(), experts.end(), expert) != experts.end();
@@ -60,9 +61,11 @@ void Odds::learn(int layer, const std::vector<int>& needed) {
   }
   guesses.clear();
   std::vector<int>& loads = loads_[static_cast<std::size_t>(layer)];
-  for (const int expert : loads)
-    demands.floor = contains(needed, expert) ? std::max(0.0, demands.floor - demands.fall)
-                                             : std::min(1.0, demands.floor + demands.rise);
+  for (const int expert : loads) {
+    const double pace = 1.0 + kHaste * std::max(0.0, 1.0 - static_cast<double>(num_judged_++) / kHastyLoads);
+    demands.floor = contains(needed, expert) ? std::max(0.0, demands.floor - pace * demands.fall)
+                                             : std::min(1.0, demands.floor + pace * demands.rise);
+  }
   loads.clear();
   uses_[static_cast<std::size_t>(layer)].use(needed);
 }

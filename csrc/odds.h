@@ -16,7 +16,8 @@ using Curve = std::array<double, 3>;
 // Guesses are made at the layer's own start, or where the layer before was routed.
 enum Distance : int { kAtStart = 0, kAhead = 1 };
 
-// The threshold is `bar` or `floor`, whichever is higher; every load that was wrong lifts the floor, every right one lowers it.
+// The threshold is `bar` or `floor`, whichever is higher; every load that was wrong lifts the floor, every right one lowers it,
+// the first ones more.
 // An earlier guess wants odds that are `early` times as good.
 struct Demands {
   double floor = 0.0, rise = 0.0, fall = 0.0, early = 1.0, bar = 0.0;
@@ -60,6 +61,7 @@ class Odds {
   std::vector<std::vector<Guess>> guesses_;
   std::vector<std::vector<int>> loads_;
   double least_heat_, learning_rate_;
+  std::int64_t num_judged_ = 0;  // loads
 };
 
 }  // namespace tidegate

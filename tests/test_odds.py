@@ -102,7 +102,7 @@ class _OddsTwin:
     """The formulas, one expert at a time."""
 
     def __init__(self) -> None:
-        self.floor, self.bar = FLOOR, 0.0
+        self.floor, self.bar, self.judged = FLOOR, 0.0, 0
         self.loads: list[list[int]] = [[] for _ in range(LAYERS)]
         self.curves = [list(curve) for curve in CURVES]
         self.uses = [_UsesTwin() for _ in range(LAYERS)]
@@ -134,7 +134,9 @@ class _OddsTwin:
                 old + step * factor for old, factor in zip(self.curves[distance], (margin, log_heat, 1), strict=True)
             ]
         for expert in self.loads[layer]:
-            self.floor = max(0.0, self.floor - FALL) if expert in needed else min(1.0, self.floor + RISE)
+            pace = 1 + 3 * max(0, 64 - self.judged) / 64
+            self.judged += 1
+            self.floor = max(0.0, self.floor - pace * FALL) if expert in needed else min(1.0, self.floor + pace * RISE)
         self.open[layer], self.loads[layer] = [], []
         self.uses[layer].steps.append(needed)
 
