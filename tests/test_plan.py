@@ -9,7 +9,7 @@ from tidegate.plan import HEADROOM_BYTES, HEADROOM_SHIFT, Needs, WayOut, make_pl
 
 needs_of = st.builds(
     lambda sizes, slot, layers, experts, k: Needs(*sizes, slot, layers, experts, min(k, experts)),
-    st.tuples(*[st.integers(0, 1 << 33)] * 6), st.integers(4096, 1 << 26), st.integers(0, 60), st.integers(1, 256),
+    st.tuples(*[st.integers(0, 1 << 33)] * 5), st.integers(4096, 1 << 26), st.integers(0, 60), st.integers(1, 256),
     st.integers(1, 8),
 )  # fmt: skip
 
@@ -40,21 +40,21 @@ def test_one_byte_under_the_smallest_is_refused(needs: Needs) -> None:
 
 
 def test_a_start_that_used_more_than_the_budget_is_refused_in_other_words() -> None:
-    needs = Needs(50 << 20, 0, 0, 0, 0, 0, 4096, 1, 4, 2, start_peak_bytes=90 << 20)
+    needs = Needs(50 << 20, 0, 0, 0, 0, 4096, 1, 4, 2, start_peak_bytes=90 << 20)
     assert make_plan(90 << 20, needs).slots == (4,)
     with pytest.raises(BudgetTooSmall, match="run again"):
         make_plan((90 << 20) - 1, needs)
 
 
 def test_largest_useful_budget_holds_everything() -> None:
-    needs = Needs(50 << 20, 1 << 20, 7 << 20, 3 << 20, 1 << 20, 0, 9 << 12, 5, 16, 2)
+    needs = Needs(50 << 20, 1 << 20, 7 << 20, 3 << 20, 1 << 20, 9 << 12, 5, 16, 2)
     assert make_plan(needs.largest_useful_bytes, needs).resident_ratio == 1
     assert make_plan(needs.largest_useful_bytes - 1, needs).resident_ratio < 1
     assert make_plan(1 << 40, needs).slots == (16,) * 5
 
 
 def test_the_message_names_flags_that_suffice_before_flags_that_help() -> None:
-    needs = Needs(50 << 20, 0, 0, 100 << 20, 0, 0, 4096, 1, 4, 2)
+    needs = Needs(50 << 20, 0, 0, 100 << 20, 0, 4096, 1, 4, 2)
     ways = [WayOut("--context 512", 60 << 20), WayOut("--kv f16", 110 << 20), WayOut("--threads 1", 1 << 40)]
     with pytest.raises(BudgetTooSmall, match=r"fits with --context 512\)"):
         make_plan(80 << 20, needs, ways)

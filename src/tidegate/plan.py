@@ -31,7 +31,6 @@ class Needs:
     dense_bytes: int
     kv_bytes: int
     workspace_bytes: int
-    staging_bytes: int
     slot_bytes: int
     num_layers: int
     num_experts: int
@@ -49,10 +48,21 @@ class Needs:
             + self.dense_bytes
             + self.kv_bytes
             + self.workspace_bytes
-            + self.staging_bytes
             + self.predictor_bytes
             + self.predictor_heap_bytes
         )
+
+    def accounts(self, budget_bytes: int, slots_bytes: int) -> dict[str, int]:
+        """What becomes of a budget with these expert slots, by owner; adds up to it."""
+        return {
+            "runtime": self.runtime_bytes + self.growth_bytes,
+            "dense weights": self.dense_bytes,
+            "KV cache": self.kv_bytes,
+            "expert slots": slots_bytes,
+            "workspace": self.workspace_bytes,
+            "predictor": self.predictor_bytes + self.predictor_heap_bytes,
+            "headroom": budget_bytes - self.fixed_bytes - slots_bytes,
+        }
 
     def budget_for(self, num_slots: int) -> int:
         """The smallest budget that leaves room for ``num_slots`` expert slots."""
@@ -125,17 +135,7 @@ class Plan:
 
     def accounts(self) -> dict[str, int]:
         """Bytes by owner, in the order of the card; they add up to the budget."""
-        needs = self.needs
-        return {
-            "runtime": needs.runtime_bytes + needs.growth_bytes,
-            "dense weights": needs.dense_bytes,
-            "KV cache": needs.kv_bytes,
-            "expert slots": self.slots_bytes,
-            "workspace": needs.workspace_bytes,
-            "staging": needs.staging_bytes,
-            "predictor": needs.predictor_bytes + needs.predictor_heap_bytes,
-            "headroom": self.headroom_bytes,
-        }
+        return self.needs.accounts(self.budget_bytes, self.slots_bytes)
 
     def to_json(self) -> dict[str, Any]:
         return {

@@ -28,12 +28,8 @@ def memory_rows(card: Card) -> list[Row]:
     if card.plan:
         accounts = card.plan.accounts()
     else:
-        slots = needs.num_layers * needs.min_slots * needs.slot_bytes
-        accounts = {
-            "runtime": needs.runtime_bytes + needs.growth_bytes, "dense weights": needs.dense_bytes,
-            "KV cache": needs.kv_bytes, "expert slots": slots, "workspace": needs.workspace_bytes,
-            "staging": needs.staging_bytes, "headroom": needs.smallest_bytes - needs.fixed_bytes - slots,
-        }  # fmt: skip
+        slots_bytes = needs.num_layers * needs.min_slots * needs.slot_bytes
+        accounts = needs.accounts(needs.smallest_bytes, slots_bytes)
     notes = {
         "runtime": "expected; measured when a model is loaded",
         "KV cache": f"{format_bytes(card.sizes.kv.token_bytes)} a token, {card.sizes.context_tokens:,} tokens"

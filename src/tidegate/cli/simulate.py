@@ -240,7 +240,7 @@ def _slots(flag: str, text: str, meta: TraceMeta, size: int, fixed_bytes: int) -
         (count,) = _numbers("--slots", text, int, 1, meta.num_experts)
         return 0, (int(count),) * meta.num_layers
     memory_bytes = parse_bytes(text, "--memory")
-    needs = Needs(fixed_bytes, 0, 0, 0, 0, 0, size, meta.num_layers, meta.num_experts, meta.num_experts_per_tok)
+    needs = Needs(fixed_bytes, 0, 0, 0, 0, size, meta.num_layers, meta.num_experts, meta.num_experts_per_tok)
     try:
         return memory_bytes, make_plan(memory_bytes, needs).slots
     except BudgetTooSmall as error:

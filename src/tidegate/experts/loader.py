@@ -94,7 +94,7 @@ class NativeLoader(Loader, ExpertSlots):
         return loads
 
     def wait(self, slot: int) -> ByteArray:
-        """Block until the slot is ready; its bytes (a view). Raises ReadFailed or CorruptFile if the load failed: X"""
+        """Block until the slot is ready; its bytes (a view). Raises ReadFailed or CorruptFile if the load failed."""
         if not self.native.wait(slot):
             self._raise_failure(slot)
         return self._views[slot]

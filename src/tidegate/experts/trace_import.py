@@ -45,14 +45,20 @@ def import_arrays(
     sequence_T = np.repeat(np.arange(len(offsets) - 1, dtype=np.int32), np.diff(offsets))
     position_T = (step_T - np.asarray(offsets)[sequence_T]).astype(np.int32)
     token_T = np.zeros(rows, np.int32) if token_T is None else token_T.astype(np.int32)
-    for start in range(0, rows, CHUNK_ROWS):
-        part = slice(start, start + CHUNK_ROWS)
-        experts = experts_TLK[part].astype(np.uint8 if num_experts <= 256 else np.uint16)
-        weights = np.zeros(experts.shape, np.float16) if weights_TLK is None else weights_TLK[part].astype(np.float16)
-        sketch = np.empty((*experts.shape[:2], 0), np.float16)
-        none = np.empty((*experts.shape[:2], 0, 0))
-        columns = (step_T[part], sequence_T[part], position_T[part], token_T[part])
-        writer.extend(TraceChunk(*columns, experts, weights, sketch, none, none))
+    try:
+        for start in range(0, rows, CHUNK_ROWS):
+            part = slice(start, start + CHUNK_ROWS)
+            experts = experts_TLK[part].astype(np.uint8 if num_experts <= 256 else np.uint16)
+            weights = (
+                np.zeros(experts.shape, np.float16) if weights_TLK is None else weights_TLK[part].astype(np.float16)
+            )
+            sketch = np.empty((*experts.shape[:2], 0), np.float16)
+            none = np.empty((*experts.shape[:2], 0, 0))
+            columns = (step_T[part], sequence_T[part], position_T[part], token_T[part])
+            writer.extend(TraceChunk(*columns, experts, weights, sketch, none, none))
+    except BaseException:
+        writer.discard()
+        raise
     writer.close()
 
 
