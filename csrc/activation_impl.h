@@ -1,83 +1,72 @@
-// Gated activations and the weighted sum of expert outputs, for a SIMD type S. Every element goes through the same
-// operations wherever it stands, so neither the length of a call nor the instruction set changes a bit.
+// Gated activations and the weighted sum of expert outputs. Every element goes through the same operations wherever it stands, so
+// neither the length of a call nor the instruction set changes a bit. Included by kernels_*.cc only.
 #pragma once
 #include <cmath>
 #include <cstdint>
 
 #include "kernels.h"
+#include "simd.h"
 
 namespace tidegate {
+namespace {
 
-// exp(x) within 2 units in the last place: 2^n * p(r), x = n ln 2 + r. Saturates instead of overflowing.
-template <class S>
-typename S::F exp_of(typename S::F x) {
-  using F = typename S::F;
-  x = S::min(S::max(x, S::set(-87.0f)), S::set(88.0f));
-  const F n = S::round(S::mul(x, S::set(1.44269504f)));
-  F r = S::fma(n, S::set(-0.693359375f), x);
-  r = S::fma(n, S::set(2.12194440e-4f), r);
-  F p = S::set(1.0f / 5040);
-  for (float c : {1.0f / 720, 1.0f / 120, 1.0f / 24, 1.0f / 6, 0.5f, 1.0f, 1.0f}) p = S::fma(p, r, S::set(c));
-  return S::mul(p, S::pow2(n));
+// e^x within 2 units in the last place: 2^n * p(r), x = n ln 2 + r. Saturates instead of overflowing.
+Vec16 saturated_exp(Vec16 x) {
+  const Vec16 magic = broadcast(0x1.8p23f);
+  x = min(max(x, broadcast(-87.0f)), broadcast(88.0f));
+  const Vec16 biased = x * broadcast(1.44269504f) + magic;
+  const Vec16 n = biased - magic;
+  Vec16 r = fma(n, broadcast(-0.693359375f), x);
+  r = fma(n, broadcast(2.12194440e-4f), r);
+  Vec16 p = broadcast(1.0f / 5040);
+  for (float c : {1.0f / 720, 1.0f / 120, 1.0f / 24, 1.0f / 6, 0.5f, 1.0f, 1.0f}) p = fma(p, r, broadcast(c));
+  return p * exp2_of(biased);
 }
 
 // x * sigmoid(slope * x)
-template <class S>
-typename S::F swish(typename S::F x, typename S::F slope) {
-  using F = typename S::F;
-  const F e = exp_of<S>(S::mul(S::sub(S::zero(), slope), x));
-  return S::div(x, S::add(S::set(1), e));
+Vec16 swish(Vec16 x, Vec16 slope) {
+  return x / (broadcast(1.0f) + saturated_exp((broadcast(0.0f) - slope) * x));
 }
 
-template <class S>
-typename S::F activated(const ActivationParams& params, typename S::F gate, typename S::F up) {
-  using F = typename S::F;
+Vec16 activated(const ActivationParams& params, Vec16 gate, Vec16 up) {
   switch (params.kind) {
-    case Activation::silu: return S::mul(swish<S>(gate, S::set(1)), up);
+    case Activation::silu: return swish(gate, broadcast(1.0f)) * up;
     case Activation::gelu_tanh: {
       // 0.5 (1 + tanh u) = sigmoid(2u), u = sqrt(2/pi) (x + 0.044715 x^3)
-      const F slope = S::mul(S::set(1.5957691216f), S::fma(S::mul(gate, gate), S::set(0.044715f), S::set(1)));
-      return S::mul(swish<S>(gate, slope), up);
+      const Vec16 slope = broadcast(1.5957691216f) * fma(gate * gate, broadcast(0.044715f), broadcast(1.0f));
+      return swish(gate, slope) * up;
     }
     case Activation::clamped_swiglu: {
-      const F limit = S::set(params.limit);
-      gate = S::min(gate, limit);
-      up = S::max(S::min(up, limit), S::sub(S::zero(), limit));
-      return S::mul(S::add(up, S::set(1)), swish<S>(gate, S::set(params.alpha)));
+      const Vec16 limit = broadcast(params.limit);
+      gate = min(gate, limit);
+      up = max(min(up, limit), broadcast(0.0f) - limit);
+      return (up + broadcast(1.0f)) * swish(gate, broadcast(params.alpha));
     }
     case Activation::gelu: {
       // No model of ours has speed at stake here, so the exact error function of the C library will do.
       float values[16];
-      S::store(values, gate);
+      store(values, gate);
       for (float& v : values) v = 0.5f * v * (1.0f + std::erf(v * 0.70710678f));
-      return S::mul(S::load(values), up);
+      return load(values) * up;
     }
   }
   return gate;
 }
 
-template <class S>
 void activate(const ActivationParams& params, float* gate, const float* up, std::int64_t count) {
   std::int64_t i = 0;
-  for (; i + 16 <= count; i += 16) S::store(gate + i, activated<S>(params, S::load(gate + i), S::load(up + i)));
-  if (i == count) return;
-  float last_gate[16] = {}, last_up[16] = {};
-  for (std::int64_t j = i; j < count; ++j) {
-    last_gate[j - i] = gate[j];
-    last_up[j - i] = up[j];
-  }
-  const auto result = activated<S>(params, S::load(last_gate), S::load(last_up));
-  S::store_first(gate + i, result, static_cast<int>(count - i));
+  for (; i + kLanes <= count; i += kLanes) store(gate + i, activated(params, load(gate + i), load(up + i)));
+  const int rest = static_cast<int>(count - i);
+  if (rest > 0) store_first(gate + i, activated(params, load_first(gate + i, rest), load_first(up + i, rest)), rest);
 }
 
-template <class S>
 void weighted_sum(float* out, const float* parts, std::int64_t stride, const float* weights, int num_parts,
                   std::int64_t count) {
   std::int64_t i = 0;
-  for (; i + 16 <= count; i += 16) {
-    auto sum = S::zero();
-    for (int k = 0; k < num_parts; ++k) sum = S::fma(S::set(weights[k]), S::load(parts + k * stride + i), sum);
-    S::store(out + i, sum);
+  for (; i + kLanes <= count; i += kLanes) {
+    Vec16 sum = broadcast(0.0f);
+    for (int k = 0; k < num_parts; ++k) sum = fma(broadcast(weights[k]), load(parts + k * stride + i), sum);
+    store(out + i, sum);
   }
   for (; i < count; ++i) {
     float sum = 0;
@@ -86,4 +75,5 @@ void weighted_sum(float* out, const float* parts, std::int64_t stride, const flo
   }
 }
 
+}  // namespace
 }  // namespace tidegate

@@ -6,7 +6,7 @@
 // turns -0 into +0). So tiles may be of any size; they only decide how often keys and values are loaded.
 #pragma once
 #include "float_kernels.h"
-#include "vec16.h"
+#include "simd.h"
 
 namespace tidegate {
 namespace {

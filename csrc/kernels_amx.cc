@@ -3,13 +3,15 @@
 
 #include "activation_impl.h"
 #include "prepare_impl.h"
-#include "simd_avx512.h"
 #include "tile_impl.h"
 #if defined(TIDEGATE_MATRIX_UNIT)
 #include "matrix_unit.h"
 #endif
 
 namespace tidegate {
+
+extern const Kernels kernels_avx512;
+
 namespace {
 
 #if defined(TIDEGATE_MATRIX_UNIT)
@@ -20,8 +22,8 @@ constexpr int kVectorTokens = 4;
 template <Kind kKind>
 void unpack(const std::uint8_t* packed, int count, std::uint8_t* codes) {
   for (int i = 0; i < count; i += 8, packed += 64, codes += 128) {
-    __m512i low, high;
-    Avx512::load_nibbles<kKind>(packed, low, high);
+    Codes low, high;
+    load_nibbles<kKind>(packed, low, high);
     _mm512_store_si512(codes, low);
     _mm512_store_si512(codes + 64, high);
   }
@@ -35,8 +37,8 @@ void matrix_panel(const TileJob& job, const TileJob::Panel& panel) {
   const int tokens = kTokens > 0 ? kTokens : job.tile.tokens, count = std::min(job.group, MatrixUnit::kInputs);
   alignas(64) std::uint8_t codes[MatrixUnit::kInputs * kPanelRows];
   alignas(64) std::int32_t sums[kMost * kPanelRows];
-  __m512 acc[kMost];
-  TIDEGATE_UNROLL for (int m = 0; m < kMost; ++m) acc[m] = Avx512::zero();
+  Vec16 acc[kMost];
+  TIDEGATE_UNROLL for (int m = 0; m < kMost; ++m) acc[m] = broadcast(0.0f);
   const std::uint8_t *w = panel.weights, *next = panel.prefetch;
   const std::int8_t* x = job.tile.codes;
   const float* x_scales = job.tile.scales;
@@ -49,13 +51,13 @@ void matrix_panel(const TileJob& job, const TileJob::Panel& panel) {
       multipliers = w;
       w += kMultiplierBytes;
     }
-    __m512 scale, low;
+    Vec16 scale, low;
     if constexpr (kTwoLevel) {
-      scale = low = Avx512::load_int8(multipliers);
+      scale = low = load(as<Int8>(multipliers));
       multipliers += kPanelRows;
     } else {
-      scale = Avx512::load_half(w);
-      low = kMin ? Avx512::load_half(w + 32) : scale;
+      scale = load(as<Half>(w));
+      low = kMin ? load(as<Half>(w + 32)) : scale;
       w += kMin ? 64 : 32;
     }
     MatrixUnit::clear_sums();
@@ -73,15 +75,15 @@ void matrix_panel(const TileJob& job, const TileJob::Panel& panel) {
     }
     MatrixUnit::store_sums(sums);
     const auto scale_token = [&](int m) {
-      const __m512i products = _mm512_load_si512(sums + m * kPanelRows), x_sum = Avx512::set_int(x_sums[m]);
-      const __m512 x_scale = Avx512::set(x_scales[m]);
-      const __m512i total = kMin ? products : _mm512_add_epi32(products, x_sum);
+      const Ints products{_mm512_load_si512(sums + m * kPanelRows)}, x_sum = broadcast_int(x_sums[m]);
+      const Vec16 x_scale = broadcast(x_scales[m]);
+      const Vec16 total = to_float(kMin ? products : Ints{_mm512_add_epi32(products.v, x_sum.v)});
       if constexpr (kTwoLevel) {
-        acc[m] = Avx512::fma(Avx512::mul(Avx512::from_int(total), scale), x_scale, acc[m]);
+        acc[m] = fma(total * scale, x_scale, acc[m]);
         return;
       }
-      acc[m] = Avx512::fma(Avx512::from_int(total), Avx512::mul(scale, x_scale), acc[m]);
-      if (kMin) acc[m] = Avx512::fma(Avx512::mul(low, x_scale), Avx512::from_int(x_sum), acc[m]);
+      acc[m] = fma(total, scale * x_scale, acc[m]);
+      if (kMin) acc[m] = fma(low * x_scale, to_float(x_sum), acc[m]);
     };
     if constexpr (kTokens > 0)
       TIDEGATE_UNROLL for (int m = 0; m < kTokens; ++m) scale_token(m);
@@ -89,8 +91,8 @@ void matrix_panel(const TileJob& job, const TileJob::Panel& panel) {
       for (int m = 0; m < tokens; ++m) scale_token(m);
   }
   for (int m = 0; m < tokens; ++m) {
-    if (kTwoLevel) acc[m] = Avx512::mul(Avx512::load_bits(w), acc[m]);
-    Avx512::store_first(panel.out + m * job.out_stride, acc[m], panel.rows);
+    if (kTwoLevel) acc[m] = load(as<float>(w)) * acc[m];
+    store_up_to(panel.out + m * job.out_stride, acc[m], panel.rows);
   }
 }
 
@@ -117,28 +119,27 @@ Kernels::TileFn matrix_tile_fn(const WeightFormat& format) {
 }
 
 TileShape amx_shape(const WeightFormat& format) {
-  return format.is_integer() ? TileShape{MatrixUnit::kTokens, kVectorTokens} : tile_shape<Avx512>(format);
+  return format.is_integer() ? TileShape{MatrixUnit::kTokens, kVectorTokens} : tile_shape(format);
 }
 
 Kernels::TileFn amx_tile_fn(const WeightFormat& format, int tokens, int panels) {
-  if (tokens <= kVectorTokens) return find_tile_fn<Avx512>(format, tokens, panels);
+  if (tokens <= kVectorTokens) return kernels_avx512.tile_fn(format, tokens, panels);
   return panels == 1 ? matrix_tile_fn<1>(format) : matrix_tile_fn<2>(format);
 }
-static_assert(kVectorTokens <= Avx512::kTileTokens && MatrixUnit::kTokens <= kMaxTileTokens);
+static_assert(kVectorTokens <= kTileTokens && MatrixUnit::kTokens <= kMaxTileTokens);
 
 #else  // a compiler that does not know the instructions: available_isas() does not offer them
 
-TileShape amx_shape(const WeightFormat& format) { return tile_shape<Avx512>(format); }
+TileShape amx_shape(const WeightFormat& format) { return tile_shape(format); }
 Kernels::TileFn amx_tile_fn(const WeightFormat& format, int tokens, int panels) {
-  return find_tile_fn<Avx512>(format, tokens, panels);
+  return kernels_avx512.tile_fn(format, tokens, panels);
 }
 
 #endif
 
 }  // namespace
 
-extern const Kernels kernels_amx = {amx_shape,      Avx512::kTilePanels, amx_tile_fn,
-                                    prepare<Avx512>, activate<Avx512>,    weighted_sum<Avx512>};
+extern const Kernels kernels_amx = {amx_shape, kTilePanels, amx_tile_fn, prepare, activate, weighted_sum};
 
 }  // namespace tidegate
 #endif

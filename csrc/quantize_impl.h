@@ -7,7 +7,7 @@
 
 #include "half.h"
 #include "quantize.h"
-#include "vec16.h"
+#include "simd.h"
 
 namespace tidegate {
 namespace {

@@ -1,7 +1,7 @@
 // Kernels over rows of numbers: norms, rotation, dot products. Included by float_{avx512,avx2,portable}.cc only.
 #pragma once
 #include "float_kernels.h"
-#include "vec16.h"
+#include "simd.h"
 
 namespace tidegate {
 namespace {
@@ -16,14 +16,6 @@ TIDEGATE_INLINE float sum_row(std::int64_t n, F f) {
     for (int j = 0; j < 4; ++j) acc[j] = f(acc[j], i + j * kLanes, kLanes);
   for (int j = 0; i < n; i += kLanes, ++j) acc[j] = f(acc[j], i, n - i < kLanes ? static_cast<int>(n - i) : kLanes);
   return sum_of((acc[0] + acc[1]) + (acc[2] + acc[3]));
-}
-
-TIDEGATE_INLINE Vec16 load_up_to(const float* p, int lanes) { return lanes == kLanes ? load(p) : load_first(p, lanes); }
-TIDEGATE_INLINE void store_up_to(float* p, Vec16 a, int lanes) {
-  if (lanes == kLanes)
-    store(p, a);
-  else
-    store_first(p, a, lanes);
 }
 
 // Calls f(i, lanes) for every vector of a row.

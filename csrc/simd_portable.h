@@ -1,148 +1,140 @@
-// Sixteen lanes, one a row of a panel, in plain C++. Included by *_portable.cc only.
+// The sixteen lanes of simd.h in plain C++. Included by that file only.
 #pragma once
-#include <cmath>
-#include <cstdint>
-#include <cstring>
-
 #include "format.h"
-#include "half.h"
 
 namespace tidegate {
+namespace {
 
-struct Portable {
-  static constexpr int kTileTokens = 2, kTilePanels = 1;
-  struct F { float v[16]; };
-  struct I { std::int32_t v[16]; };
+constexpr int kTileTokens = 2, kTilePanels = 1;
 
-  template <class Out, class Op>
-  static Out map(Op&& op) {
-    Out out;
-    for (int i = 0; i < 16; ++i) out.v[i] = op(i);
-    return out;
-  }
-  static F zero() { return set(0); }
-  static F set(float x) { return map<F>([&](int) { return x; }); }
-  static F load(const float* p) { return map<F>([&](int i) { return p[i]; }); }
-  static F load_half(const std::uint8_t* p) {
-    std::uint16_t bits[16];
-    std::memcpy(bits, p, sizeof bits);
-    return map<F>([&](int i) { return half_to_float(bits[i]); });
-  }
-  static F load_int8(const std::uint8_t* p) {
-    return map<F>([&](int i) { return static_cast<float>(static_cast<std::int8_t>(p[i])); });
-  }
-  static F load_bits(const std::uint8_t* p) {
-    F out;
-    std::memcpy(out.v, p, sizeof out.v);
-    return out;
-  }
-  static void store(float* p, const F& x) { std::memcpy(p, x.v, sizeof x.v); }
-  static void store_first(float* p, const F& x, int count) {
-    for (int i = 0; i < count; ++i) p[i] = x.v[i];
-  }
-  static F add(const F& a, const F& b) { return map<F>([&](int i) { return a.v[i] + b.v[i]; }); }
-  static F sub(const F& a, const F& b) { return map<F>([&](int i) { return a.v[i] - b.v[i]; }); }
-  static F mul(const F& a, const F& b) { return map<F>([&](int i) { return a.v[i] * b.v[i]; }); }
-  static F div(const F& a, const F& b) { return map<F>([&](int i) { return a.v[i] / b.v[i]; }); }
-  static F fma(const F& a, const F& b, const F& c) {
-    return map<F>([&](int i) { return __builtin_fmaf(a.v[i], b.v[i], c.v[i]); });
-  }
-  static F max(const F& a, const F& b) { return map<F>([&](int i) { return a.v[i] > b.v[i] ? a.v[i] : b.v[i]; }); }
-  static F min(const F& a, const F& b) { return map<F>([&](int i) { return a.v[i] < b.v[i] ? a.v[i] : b.v[i]; }); }
-  static F abs(const F& a) { return map<F>([&](int i) { return __builtin_fabsf(a.v[i]); }); }
-  // To nearest even, through the number whose unit in the last place is 1; |x| < 2^22, which is all the kernels need.
-  static F round(const F& a) {
-    return map<F>([&](int i) {
-      const float shifted = __builtin_fabsf(a.v[i]) + 8388608.0f;
-      return __builtin_copysignf(shifted - 8388608.0f, a.v[i]);
-    });
-  }
-  static float max_lane(const F& a) {
-    float out = a.v[0];
-    for (int i = 1; i < 16; ++i) out = a.v[i] > out ? a.v[i] : out;
-    return out;
-  }
-
-  static F from_int(const I& a) { return map<F>([&](int i) { return static_cast<float>(a.v[i]); }); }
-  static I to_int(const F& a) {
-    const F whole = round(a);
-    return map<I>([&](int i) { return static_cast<std::int32_t>(whole.v[i]); });
-  }
-  static I set_int(std::int32_t x) { return map<I>([&](int) { return x; }); }
-  static std::int32_t sum_lanes(const I& a) {
-    std::int32_t sum = 0;
-    for (int i = 0; i < 16; ++i) sum += a.v[i];
-    return sum;
-  }
-  static void store_bytes(std::int8_t* p, const I& a) {
-    for (int i = 0; i < 16; ++i) p[i] = static_cast<std::int8_t>(a.v[i]);
-  }
-  static F pow2(const F& n) {
-    const I whole = to_int(n);
-    return from_bits([&](int i) { return static_cast<std::uint32_t>(whole.v[i] + 127) << 23; });
-  }
-  static F bf16_even(const F& pairs) {
-    return from_bits([&](int i) { return bits_of(pairs.v[i]) << 16; });
-  }
-  static F bf16_odd(const F& pairs) {
-    return from_bits([&](int i) { return bits_of(pairs.v[i]) & 0xFFFF0000u; });
-  }
-
-  // 64 codes, four a row, as the numbers that meet the inputs.
-  struct Codes { std::int16_t v[64]; };
-  // Four inputs of a token, twice, which makes one short vector.
-  struct Inputs { std::int16_t v[8]; };
-  static Inputs load_inputs(const std::int8_t* p) { return {{p[0], p[1], p[2], p[3], p[0], p[1], p[2], p[3]}}; }
-  static constexpr int sum_factor(Kind kind, bool has_min) {
-    return has_min ? 1 : kind == Kind::int8 ? -128 : kind == Kind::int4 ? -8 : 0;
-  }
-  template <Kind kKind, bool kMin>
-  static Codes load_codes(const std::uint8_t* p) {
-    Codes out;
-    for (int i = 0; i < 64; ++i) out.v[i] = p[i];
-    return out;
-  }
-  template <Kind kKind>
-  static void load_nibbles(const std::uint8_t* p, Codes& low, Codes& high) {
-    for (int i = 0; i < 64; ++i) {
-      low.v[i] = kKind == Kind::mxfp4 ? kMxfp4Values[p[i] & 15] : p[i] & 15;
-      high.v[i] = kKind == Kind::mxfp4 ? kMxfp4Values[p[i] >> 4] : p[i] >> 4;
-    }
-  }
-  // Sums stay apart until total(), so that the loop is element by element and compilers turn it into vector code.
-  template <Kind kKind, bool kMin>
-  struct Dot {
-    std::int32_t parts[64];
-    std::int32_t first;
-    void start(std::int32_t group_sum) {
-      first = kMin ? 0 : group_sum;
-      for (std::int32_t& part : parts) part = 0;
-    }
-    void add(const Codes& w, const Inputs& x) {
-      for (int i = 0; i < 64; i += 8)
-        for (int j = 0; j < 8; ++j) parts[i + j] += w.v[i + j] * x.v[j];
-    }
-    void end_chunk() {}
-    I total() const {
-      return map<I>([&](int i) { return first + parts[4 * i] + parts[4 * i + 1] + parts[4 * i + 2] + parts[4 * i + 3]; });
-    }
-  };
-
- private:
-  static std::uint32_t bits_of(float x) {
-    std::uint32_t bits;
-    std::memcpy(&bits, &x, 4);
-    return bits;
-  }
-  template <class Op>
-  static F from_bits(Op&& op) {
-    return map<F>([&](int i) {
-      const std::uint32_t bits = op(i);
-      float x;
-      std::memcpy(&x, &bits, 4);
-      return x;
-    });
-  }
+struct Vec16 {
+  float v[16];
 };
 
+TIDEGATE_INLINE std::uint32_t bits_of(float x) {
+  std::uint32_t bits;
+  std::memcpy(&bits, &x, 4);
+  return bits;
+}
+TIDEGATE_INLINE float float_of(std::uint32_t bits) {
+  float x;
+  std::memcpy(&x, &bits, 4);
+  return x;
+}
+TIDEGATE_INLINE float float_from_half(Half h) {
+  const std::uint32_t sign = static_cast<std::uint32_t>(h & 0x8000) << 16, rest = h & 0x7fff;
+  if (rest >= 0x7c00) return float_of(sign | 0x7f800000 | ((rest & 0x3ff) << 13) | (rest > 0x7c00 ? 0x400000 : 0));
+  // The exponent is rebiased by a multiplication, which also makes subnormals right.
+  return float_of(sign | bits_of(float_of(rest << 13) * 0x1p112f));
+}
+TIDEGATE_INLINE Half half_from_float(float x) {
+  const std::uint32_t bits = bits_of(x), sign = (bits >> 16) & 0x8000, rest = bits & 0x7fffffff;
+  if (rest > 0x7f800000) return static_cast<Half>(sign | 0x7e00 | ((rest >> 13) & 0x3ff));
+  if (rest >= 0x477ff000) return static_cast<Half>(sign | 0x7c00);
+  if (rest < 0x38800000)  // subnormal or zero: adding 0.5 lets the float32 addition round to units of 2^-24
+    return static_cast<Half>(sign | (bits_of(float_of(rest) + 0.5f) - 0x3f000000));
+  return static_cast<Half>(sign | ((rest - 0x38000000 + 0xfff + ((rest >> 13) & 1)) >> 13));
+}
+
+#define TIDEGATE_LANES(Type, expression)                    \
+  Type out;                                                 \
+  for (int i = 0; i < kLanes; ++i) out.v[i] = (expression); \
+  return out
+TIDEGATE_INLINE Vec16 broadcast(float x) { TIDEGATE_LANES(Vec16, x); }
+TIDEGATE_INLINE Vec16 load(const float* p) {
+  Vec16 out;
+  std::memcpy(out.v, p, sizeof out.v);
+  return out;
+}
+TIDEGATE_INLINE Vec16 load(const Half* p) { TIDEGATE_LANES(Vec16, float_from_half(p[i])); }
+TIDEGATE_INLINE Vec16 load_first(const float* p, int n) { TIDEGATE_LANES(Vec16, i < n ? p[i] : 0.0f); }
+TIDEGATE_INLINE Vec16 load_first(const Half* p, int n) { TIDEGATE_LANES(Vec16, i < n ? float_from_half(p[i]) : 0.0f); }
+TIDEGATE_INLINE Vec16 load(const Int8* p) { TIDEGATE_LANES(Vec16, static_cast<float>(p[i])); }
+TIDEGATE_INLINE Vec16 load_first(const Int8* p, int n) { TIDEGATE_LANES(Vec16, i < n ? static_cast<float>(p[i]) : 0.0f); }
+TIDEGATE_INLINE void store(float* p, Vec16 a) { std::memcpy(p, a.v, sizeof a.v); }
+TIDEGATE_INLINE void store_first(float* p, Vec16 a, int n) {
+  for (int i = 0; i < n; ++i) p[i] = a.v[i];
+}
+TIDEGATE_INLINE void store(Half* p, Vec16 a) {
+  for (int i = 0; i < kLanes; ++i) p[i] = half_from_float(a.v[i]);
+}
+TIDEGATE_INLINE Vec16 operator+(Vec16 a, Vec16 b) { TIDEGATE_LANES(Vec16, a.v[i] + b.v[i]); }
+TIDEGATE_INLINE Vec16 operator-(Vec16 a, Vec16 b) { TIDEGATE_LANES(Vec16, a.v[i] - b.v[i]); }
+TIDEGATE_INLINE Vec16 operator*(Vec16 a, Vec16 b) { TIDEGATE_LANES(Vec16, a.v[i] * b.v[i]); }
+TIDEGATE_INLINE Vec16 operator/(Vec16 a, Vec16 b) { TIDEGATE_LANES(Vec16, a.v[i] / b.v[i]); }
+TIDEGATE_INLINE Vec16 fma(Vec16 a, Vec16 b, Vec16 c) { TIDEGATE_LANES(Vec16, __builtin_fmaf(a.v[i], b.v[i], c.v[i])); }
+TIDEGATE_INLINE Vec16 min(Vec16 a, Vec16 b) { TIDEGATE_LANES(Vec16, a.v[i] < b.v[i] ? a.v[i] : b.v[i]); }
+TIDEGATE_INLINE Vec16 max(Vec16 a, Vec16 b) { TIDEGATE_LANES(Vec16, a.v[i] > b.v[i] ? a.v[i] : b.v[i]); }
+TIDEGATE_INLINE Vec16 abs(Vec16 a) { TIDEGATE_LANES(Vec16, __builtin_fabsf(a.v[i])); }
+TIDEGATE_INLINE Vec16 keep_lanes(Vec16 a, int first, int last, Vec16 other) {
+  TIDEGATE_LANES(Vec16, first <= i && i < last ? a.v[i] : other.v[i]);
+}
+TIDEGATE_INLINE Vec16 exp2_of(Vec16 biased) { TIDEGATE_LANES(Vec16, float_of((bits_of(biased.v[i]) << 23) + (127u << 23))); }
+TIDEGATE_INLINE Vec16 keep_from(Vec16 a, Vec16 x, Vec16 floor) { TIDEGATE_LANES(Vec16, x.v[i] < floor.v[i] ? 0.0f : a.v[i]); }
+TIDEGATE_INLINE Vec16 bf16_even(Vec16 pairs) { TIDEGATE_LANES(Vec16, float_of(bits_of(pairs.v[i]) << 16)); }
+TIDEGATE_INLINE Vec16 bf16_odd(Vec16 pairs) { TIDEGATE_LANES(Vec16, float_of(bits_of(pairs.v[i]) & 0xFFFF0000u)); }
+
+struct Ints {
+  std::int32_t v[16];
+};
+
+TIDEGATE_INLINE Ints broadcast_int(std::int32_t x) { TIDEGATE_LANES(Ints, x); }
+TIDEGATE_INLINE Vec16 to_float(Ints a) { TIDEGATE_LANES(Vec16, static_cast<float>(a.v[i])); }
+// Through the number whose unit in the last place is 1.
+TIDEGATE_INLINE Ints to_int(Vec16 a) {
+  TIDEGATE_LANES(Ints, static_cast<std::int32_t>(__builtin_copysignf((__builtin_fabsf(a.v[i]) + 0x1p23f) - 0x1p23f, a.v[i])));
+}
+TIDEGATE_INLINE std::int32_t sum_of(Ints a) {
+  std::int32_t sum = 0;
+  for (int i = 0; i < kLanes; ++i) sum += a.v[i];
+  return sum;
+}
+TIDEGATE_INLINE void store_bytes(Int8* p, Ints a) {
+  for (int i = 0; i < kLanes; ++i) p[i] = static_cast<Int8>(a.v[i]);
+}
+
+struct Codes {
+  std::int16_t v[64];
+};
+// Twice, which makes one short vector.
+struct Inputs {
+  std::int16_t v[8];
+};
+TIDEGATE_INLINE Inputs load_inputs(const std::int8_t* p) { return {{p[0], p[1], p[2], p[3], p[0], p[1], p[2], p[3]}}; }
+constexpr int sum_factor(Kind kind, bool has_min) {
+  return has_min ? 1 : kind == Kind::int8 ? -128 : kind == Kind::int4 ? -8 : 0;
+}
+TIDEGATE_INLINE Codes load_codes(const std::uint8_t* p) {
+  Codes out;
+  for (int i = 0; i < 64; ++i) out.v[i] = p[i];
+  return out;
+}
+template <Kind kKind>
+TIDEGATE_INLINE void load_nibbles(const std::uint8_t* p, Codes& low, Codes& high) {
+  for (int i = 0; i < 64; ++i) {
+    low.v[i] = kKind == Kind::mxfp4 ? kMxfp4Values[p[i] & 15] : p[i] & 15;
+    high.v[i] = kKind == Kind::mxfp4 ? kMxfp4Values[p[i] >> 4] : p[i] >> 4;
+  }
+}
+// Sums stay apart until total(), so that the loop is element by element and compilers turn it into vector code.
+template <Kind kKind, bool kMin>
+struct Dot {
+  std::int32_t parts[64];
+  std::int32_t first;
+  TIDEGATE_INLINE void start(std::int32_t group_sum) {
+    first = kMin ? 0 : group_sum;
+    for (std::int32_t& part : parts) part = 0;
+  }
+  TIDEGATE_INLINE void add(const Codes& w, const Inputs& x) {
+    for (int i = 0; i < 64; i += 8)
+      for (int j = 0; j < 8; ++j) parts[i + j] += w.v[i + j] * x.v[j];
+  }
+  TIDEGATE_INLINE void end_chunk() {}
+  TIDEGATE_INLINE Ints total() const {
+    TIDEGATE_LANES(Ints, first + parts[4 * i] + parts[4 * i + 1] + parts[4 * i + 2] + parts[4 * i + 3]);
+  }
+};
+#undef TIDEGATE_LANES
+
+}  // namespace
 }  // namespace tidegate
