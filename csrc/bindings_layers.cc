@@ -55,12 +55,15 @@ void bind_moe_layer(nb::module_& m) {
 
 void bind_layers(nb::module_& m) {
   bind_moe_layer(m);
+  nb::class_<AttentionHalf>(m, "AttentionHalf", "Grouped attention as a layer has it; see layers.h.")
+      .def("__init__", [](AttentionHalf* self, const NormWeights& norm, const PackedMatrix& qkv, const GroupedAttention& attention,
+                          const PackedMatrix& out) { new (self) AttentionHalf{norm, qkv, attention, out}; },
+           "norm"_a, "qkv"_a, "attention"_a, "out"_a, nb::keep_alive<1, 2>(), nb::keep_alive<1, 3>(), nb::keep_alive<1, 4>(),
+           nb::keep_alive<1, 5>());
   nb::class_<DecoderLayer>(m, "DecoderLayer", "A layer of grouped attention and routed experts; see layers.h.")
-      .def("__init__", [](DecoderLayer* self, const NormWeights& attention_norm, const PackedMatrix& qkv, const GroupedAttention& attention,
-                          const PackedMatrix& out, const MoeLayer& moe, LayerCache& cache) {
-        new (self) DecoderLayer{attention_norm, qkv, attention, out, moe, &cache};
-      }, "attention_norm"_a, "qkv"_a, "attention"_a, "out"_a, "moe"_a, "cache"_a, nb::keep_alive<1, 2>(), nb::keep_alive<1, 3>(),
-           nb::keep_alive<1, 4>(), nb::keep_alive<1, 5>(), nb::keep_alive<1, 6>(), nb::keep_alive<1, 7>());
+      .def("__init__", [](DecoderLayer* self, const AttentionHalf& attention, const MoeLayer& moe, LayerCache& cache) {
+        new (self) DecoderLayer{attention, moe, &cache};
+      }, "attention"_a, "moe"_a, "cache"_a, nb::keep_alive<1, 2>(), nb::keep_alive<1, 3>(), nb::keep_alive<1, 4>());
   // A list of them that need not be read anew for every step.
   using Layers = std::vector<DecoderLayer>;
   struct Stack {
@@ -68,7 +71,7 @@ void bind_layers(nb::module_& m) {
   };
   nb::class_<Stack>(m, "Layers", "Layers in their order.")
       .def("__init__", [](Stack* self, const Layers& layers) { new (self) Stack{layers}; }, "layers"_a, nb::keep_alive<1, 2>());
-  m.def("attention", &attention_half, "compute"_a, "kv"_a, "step"_a, "layer"_a, "x"_a, "norm"_a, "qkv"_a, "out"_a, NoGil(),
+  m.def("attention", &run_attention, "compute"_a, "kv"_a, "step"_a, "x"_a, "half"_a, NoGil(),
         "norm, linear, attend and linear in one call.");
   m.def("run_layers", [](Compute& compute, const KvPages& kv, const Step& step, const Matrix& x, const Stack& stack, float scale,
                          const std::vector<const Sight*>& sights) {

@@ -4,9 +4,9 @@
 
 namespace tidegate {
 
-Matrix attention_half(Compute& compute, const KvPages& kv, const Step& step, const GroupedAttention& layer, const Matrix& x,
-                      const NormWeights& weights, const PackedMatrix& qkv, const PackedMatrix& out) {
-  return linear(compute, attend(compute, kv, step, layer, linear(compute, norm(compute, x, weights), qkv)), out);
+Matrix run_attention(Compute& compute, const KvPages& kv, const Step& step, const Matrix& x, const AttentionHalf& half) {
+  const Matrix qkv = linear(compute, norm(compute, x, half.norm), half.qkv);
+  return linear(compute, attend(compute, kv, step, half.attention, qkv), half.out);
 }
 
 Progress run_layers(Compute& compute, const KvPages& kv, const Step& step, const Matrix& x, const std::vector<DecoderLayer>& layers,
@@ -18,7 +18,7 @@ Progress run_layers(Compute& compute, const KvPages& kv, const Step& step, const
     {
       const Scratch scratch(compute.workspace);
       if (sight != nullptr) sight->at_start(x);
-      add(compute, x, attention_half(compute, kv, step, layer.attention, x, layer.attention_norm, layer.qkv, layer.out), scale);
+      add(compute, x, run_attention(compute, kv, step, x, layer.attention), scale);
     }
     ++done.halves;
     const Scratch scratch(compute.workspace);

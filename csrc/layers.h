@@ -10,19 +10,22 @@
 
 namespace tidegate {
 
-// A layer of grouped attention and routed experts, and no shared one. Pointers are borrowed.
-struct DecoderLayer {
-  NormWeights attention_norm;
+// The first half of a layer: norm, projection to queries, keys and values, attend, output projection. Pointers are borrowed.
+struct AttentionHalf {
+  NormWeights norm;
   PackedMatrix qkv;
   GroupedAttention attention;
   PackedMatrix out;
+};
+// [T, D] -> [T, D].
+Matrix run_attention(Compute& compute, const KvPages& kv, const Step& step, const Matrix& x, const AttentionHalf& half);
+
+// A layer of grouped attention and routed experts, and no shared one. `cache` is borrowed.
+struct DecoderLayer {
+  AttentionHalf attention;
   MoeLayer moe;
   LayerCache* cache = nullptr;
 };
-
-// [T, D] -> [T, D]: norm, projection to queries, keys and values, attend, output projection.
-Matrix attention_half(Compute& compute, const KvPages& kv, const Step& step, const GroupedAttention& layer, const Matrix& x,
-                      const NormWeights& weights, const PackedMatrix& qkv, const PackedMatrix& out);
 
 struct Progress {
   int halves = 0;        // that were done: a layer has two, attention and experts

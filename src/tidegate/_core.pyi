@@ -331,13 +331,15 @@ def run_moe(
     compute: Compute, x: Matrix, layer: MoeLayer, cache: LayerCache, sight: Sight | None
 ) -> tuple[Matrix, Matrix | None, Matrix | None, Routed | None]: ...
 
+class AttentionHalf:
+    def __init__(
+        self, norm: NormWeights, qkv: PackedMatrix, attention: GroupedAttention, out: PackedMatrix
+    ) -> None: ...
+
 class DecoderLayer:
     def __init__(
         self,
-        attention_norm: NormWeights,
-        qkv: PackedMatrix,
-        attention: GroupedAttention,
-        out: PackedMatrix,
+        attention: AttentionHalf,
         moe: MoeLayer,
         cache: LayerCache,
     ) -> None: ...
@@ -349,11 +351,8 @@ def attention(
     compute: Compute,
     kv: KvPages,
     step: Step,
-    layer: GroupedAttention,
     x: Matrix,
-    norm: NormWeights,
-    qkv: PackedMatrix,
-    out: PackedMatrix,
+    half: AttentionHalf,
 ) -> Matrix: ...
 def run_layers(
     compute: Compute,

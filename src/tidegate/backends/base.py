@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Generic, TypeVar
 import numpy as np
 
 from tidegate.backends.operands import (
+    AttentionHalf,
     AttentionWeights,
     ByteArray,
     DecoderLayer,
@@ -95,9 +96,9 @@ class Backend(ABC, Generic[A]):
         that order, as OLMoE does), rotates, writes K and V into the step's pages, attends causally over everything cached.
         A window of w lets a token see itself and the w - 1 tokens before it; a sink is one more logit of the softmax."""
 
-    def attention(self, x: A, norm: Norm, qkv: Linear, weights: AttentionWeights, out: Linear) -> A:
-        """[T, D] -> [T, D]: norm, projection to q, k and v, ``attend``, output projection. In one call where calls cost."""
-        return self.linear(self.attend(self.linear(self.norm(x, norm), qkv), weights), out)
+    def attention(self, x: A, half: AttentionHalf) -> A:
+        """[T, D] -> [T, D], in one call where calls cost."""
+        return self.linear(self.attend(self.linear(self.norm(x, half.norm), half.qkv), half.attention), half.out)
 
     @abstractmethod
     def attend_latent(self, q: A, kv: A, weights: AttentionWeights) -> A:

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 
 import numpy as np
 
 from tidegate import _core
 from tidegate._core import Matrix
 from tidegate.backends.base import Gate, Ranking
-from tidegate.backends.cpu_linear import LinearOps
+from tidegate.backends.cpu_linear import LinearOps, native_activation
+from tidegate.backends.handles import Handles
 from tidegate.backends.operands import (
+    AttentionHalf,
     AttentionWeights,
     ByteArray,
     DecoderLayer,
@@ -24,6 +27,11 @@ from tidegate.backends.operands import (
     Routing,
     StepBatch,
 )
+from tidegate.quant.layout import ExpertLayout
+
+_Norms = Handles[Norm, _core.NormWeights]
+_Ropes = Handles[Rope, _core.RopeTable]
+_Packed = Handles[Linear, _core.PackedMatrix]
 
 
 class _NativeGate(Gate[Matrix]):
@@ -44,20 +52,18 @@ class _NativeGate(Gate[Matrix]):
 
 
 class AttentionOps(LinearOps):
-    """The other part of CpuBackend; handles are kept as there."""
+    """The other part of CpuBackend."""
 
     def __init__(self, compute: _core.Compute) -> None:
         super().__init__(compute)
-        self._norms: dict[int, tuple[_core.NormWeights, Norm]] = {}
-        self._ropes: dict[int, tuple[_core.RopeTable, Rope]] = {}
-        self._halves: dict[
-            int, tuple[_core.GroupedAttention, _core.NormWeights, _core.PackedMatrix, _core.PackedMatrix]
-        ] = {}
-        self._grouped: dict[int, tuple[_core.GroupedAttention, AttentionWeights]] = {}
-        self._latent: dict[int, tuple[_core.LatentAttention, AttentionWeights]] = {}
-        self._layers: dict[int, tuple[_core.Layers, tuple[DecoderLayer, ...]]] = {}
-        self._moe_layers: dict[int, tuple[_core.MoeLayer, MoeLayer]] = {}
-        self._routers: dict[int, tuple[_core.RouterParams, Router]] = {}
+        # What makes a handle is given others, not the backend: so nothing keeps its threads alive but its user.
+        norm, rope, packed = Handles(_norm_weights), Handles(_rope_table), self.packed
+        self._norm, self._router = norm, Handles(_router_params)
+        self._grouped = Handles(partial(_grouped_attention, norm, rope))
+        self._latent = Handles(partial(_latent_attention, norm, rope, packed))
+        self._half = Handles(partial(_attention_half, norm, packed, self._grouped))
+        self._moe_layer = Handles(partial(_moe_layer, norm, packed, self._router, self._layout))
+        self._layers = Handles(partial(_layers, self._half, self._moe_layer))
 
     def bind_kv(self, layout: KvLayout, pages: ByteArray) -> None:
         assert layout.page_tokens == _core.PAGE_TOKENS, f"the cpu backend has pages of {_core.PAGE_TOKENS} positions"
@@ -71,21 +77,13 @@ class AttentionOps(LinearOps):
         return _core.norm(self.compute, x, self._norm(norm))
 
     def attend(self, qkv: Matrix, weights: AttentionWeights) -> Matrix:
-        known = self._grouped.get(id(weights))
-        layer = known[0] if known else self._make_grouped(weights)
-        return _core.attend(self.compute, self._kv, self._step, layer, qkv)
+        return _core.attend(self.compute, self._kv, self._step, self._grouped(weights), qkv)
 
-    def attention(self, x: Matrix, norm: Norm, qkv: Linear, weights: AttentionWeights, out: Linear) -> Matrix:
-        parts = self._halves.get(id(weights))
-        if parts is None:
-            layer = self._make_grouped(weights)
-            parts = self._halves[id(weights)] = layer, self._norm(norm), self.packed(qkv), self.packed(out)
-        return _core.attention(self.compute, self._kv, self._step, parts[0], x, *parts[1:])
+    def attention(self, x: Matrix, half: AttentionHalf) -> Matrix:
+        return _core.attention(self.compute, self._kv, self._step, x, self._half(half))
 
     def attend_latent(self, q: Matrix, kv: Matrix, weights: AttentionWeights) -> Matrix:
-        known = self._latent.get(id(weights))
-        layer = known[0] if known else self._make_latent(weights)
-        return _core.attend_latent(self.compute, self._kv, self._step, layer, q, kv)
+        return _core.attend_latent(self.compute, self._kv, self._step, self._latent(weights), q, kv)
 
     def route(self, x: Matrix, router: Router) -> Routing:
         return Routing(*_core.route(self.compute, x, self._router(router)))
@@ -102,10 +100,7 @@ class AttentionOps(LinearOps):
     def run_layers(
         self, x: Matrix, layers: tuple[DecoderLayer, ...], scale: float, sights: Sequence[_core.Sight] = ()
     ) -> tuple[int, int]:
-        known = self._layers.get(id(layers))
-        if known is None:
-            known = self._layers[id(layers)] = _core.Layers([self._layer(layer) for layer in layers]), layers
-        return _core.run_layers(self.compute, self._kv, self._step, x, known[0], scale, sights)
+        return _core.run_layers(self.compute, self._kv, self._step, x, self._layers(layers), scale, sights)
 
     def rank(self, scores: Matrix, top_k: int, most: int) -> Ranking:
         return _core.rank(scores, top_k, most)
@@ -127,108 +122,100 @@ class AttentionOps(LinearOps):
         start, before, following = (gate.native if isinstance(gate, _NativeGate) else None for gate in gates)
         return _core.Sight(odds, layer, start, before, following, *caches)
 
-    def _norm(self, norm: Norm) -> _core.NormWeights:
-        known = self._norms.get(id(norm))
-        if known:
-            return known[0]
-        bias = norm.bias
-        if norm.kind == "layer" and bias is None:
-            bias = np.zeros_like(norm.weight)
-        assert norm.kind == "layer" or bias is None, "an RMSNorm has no bias"
-        handle = _core.NormWeights(norm.weight, bias, norm.eps)
-        self._norms[id(norm)] = handle, norm
-        return handle
 
-    def _rope(self, rope: Rope) -> _core.RopeTable:
-        known = self._ropes.get(id(rope))
-        if known:
-            return known[0]
-        handle = _core.RopeTable(rope.inv_freq, rope.factor, rope.interleaved)
-        self._ropes[id(rope)] = handle, rope
-        return handle
+def _norm_weights(norm: Norm) -> _core.NormWeights:
+    bias = norm.bias
+    if norm.kind == "layer" and bias is None:
+        bias = np.zeros_like(norm.weight)
+    assert norm.kind == "layer" or bias is None, "an RMSNorm has no bias"
+    return _core.NormWeights(norm.weight, bias, norm.eps)
 
-    def _make_grouped(self, weights: AttentionWeights) -> _core.GroupedAttention:
-        config = weights.config
-        handle = _core.GroupedAttention(
-            layer=weights.index,
-            num_heads=config.num_heads,
-            num_kv_heads=config.num_kv_heads,
-            head_dim=config.head_dim,
-            v_head_dim=config.v_head_dim,
-            scale=config.scale,
-            clip=config.clip_qkv or 0.0,
-            window=weights.window,
-            qk_norm=config.qk_norm,
-            q_norm=self._norm(weights.q_norm) if weights.q_norm else None,
-            k_norm=self._norm(weights.k_norm) if weights.k_norm else None,
-            sinks=weights.sinks_H,
-            rope=self._rope(weights.rope) if weights.rope.dims else None,
-        )
-        self._grouped[id(weights)] = handle, weights
-        return handle
 
-    def _make_latent(self, weights: AttentionWeights) -> _core.LatentAttention:
-        config = weights.config
-        assert weights.kv_norm and weights.k_up and weights.v_up
-        handle = _core.LatentAttention(
-            layer=weights.index,
-            num_heads=config.num_heads,
-            kv_lora_rank=config.kv_lora_rank,
-            nope_dim=config.qk_nope_dim,
-            v_head_dim=config.v_head_dim,
-            scale=config.scale,
-            window=weights.window,
-            kv_norm=self._norm(weights.kv_norm),
-            sinks=weights.sinks_H,
-            rope=self._rope(weights.rope),
-            k_up=self.packed(weights.k_up),
-            v_up=self.packed(weights.v_up),
-        )
-        self._latent[id(weights)] = handle, weights
-        return handle
+def _rope_table(rope: Rope) -> _core.RopeTable:
+    return _core.RopeTable(rope.inv_freq, rope.factor, rope.interleaved)
 
-    def _moe_layer(self, layer: MoeLayer) -> _core.MoeLayer:
-        known = self._moe_layers.get(id(layer))
-        if known:
-            return known[0]
-        handle = _core.MoeLayer(
-            norm=self._norm(layer.norm),
-            router=self._router(layer.router),
-            layout=self._layout(layer.layout),
-            activation=self._activation(layer.activation),
-            shared_gate_up=self.packed(layer.shared_gate_up) if layer.shared_gate_up else None,
-            shared_down=self.packed(layer.shared_down) if layer.shared_down else None,
-        )
-        self._moe_layers[id(layer)] = handle, layer
-        return handle
 
-    def _layer(self, layer: DecoderLayer) -> _core.DecoderLayer:
-        return _core.DecoderLayer(
-            attention_norm=self._norm(layer.attention_norm),
-            qkv=self.packed(layer.qkv),
-            attention=self._make_grouped(layer.attention),
-            out=self.packed(layer.out),
-            moe=self._moe_layer(layer.moe),
-            cache=layer.cache,
-        )
+def _router_params(router: Router) -> _core.RouterParams:
+    moe = router.config
+    return _core.RouterParams(
+        weight_ED=router.weight_ED,
+        bias_E=router.bias_E,
+        correction_E=router.correction_E,
+        top_k=moe.num_experts_per_tok,
+        scoring=moe.scoring,
+        normalize=moe.normalize_topk,
+        scaling=moe.routed_scaling,
+        num_groups=moe.num_groups,
+        topk_groups=moe.topk_groups,
+        group_best=2 if moe.group_score == "top2_sum" else 1,
+        jitter=moe.router_jitter,
+    )
 
-    def _router(self, router: Router) -> _core.RouterParams:
-        known = self._routers.get(id(router))
-        if known:
-            return known[0]
-        moe = router.config
-        handle = _core.RouterParams(
-            weight_ED=router.weight_ED,
-            bias_E=router.bias_E,
-            correction_E=router.correction_E,
-            top_k=moe.num_experts_per_tok,
-            scoring=moe.scoring,
-            normalize=moe.normalize_topk,
-            scaling=moe.routed_scaling,
-            num_groups=moe.num_groups,
-            topk_groups=moe.topk_groups,
-            group_best=2 if moe.group_score == "top2_sum" else 1,
-            jitter=moe.router_jitter,
-        )
-        self._routers[id(router)] = handle, router
-        return handle
+
+def _grouped_attention(norm: _Norms, rope: _Ropes, weights: AttentionWeights) -> _core.GroupedAttention:
+    config = weights.config
+    return _core.GroupedAttention(
+        layer=weights.index,
+        num_heads=config.num_heads,
+        num_kv_heads=config.num_kv_heads,
+        head_dim=config.head_dim,
+        v_head_dim=config.v_head_dim,
+        scale=config.scale,
+        clip=config.clip_qkv or 0.0,
+        window=weights.window,
+        qk_norm=config.qk_norm,
+        q_norm=norm(weights.q_norm) if weights.q_norm else None,
+        k_norm=norm(weights.k_norm) if weights.k_norm else None,
+        sinks=weights.sinks_H,
+        rope=rope(weights.rope) if weights.rope.dims else None,
+    )
+
+
+def _latent_attention(norm: _Norms, rope: _Ropes, packed: _Packed, weights: AttentionWeights) -> _core.LatentAttention:
+    config = weights.config
+    assert weights.kv_norm and weights.k_up and weights.v_up
+    return _core.LatentAttention(
+        layer=weights.index,
+        num_heads=config.num_heads,
+        kv_lora_rank=config.kv_lora_rank,
+        nope_dim=config.qk_nope_dim,
+        v_head_dim=config.v_head_dim,
+        scale=config.scale,
+        window=weights.window,
+        kv_norm=norm(weights.kv_norm),
+        sinks=weights.sinks_H,
+        rope=rope(weights.rope),
+        k_up=packed(weights.k_up),
+        v_up=packed(weights.v_up),
+    )
+
+
+def _attention_half(
+    norm: _Norms, packed: _Packed, grouped: Handles[AttentionWeights, _core.GroupedAttention], half: AttentionHalf
+) -> _core.AttentionHalf:
+    return _core.AttentionHalf(norm(half.norm), packed(half.qkv), grouped(half.attention), packed(half.out))
+
+
+def _moe_layer(
+    norm: _Norms,
+    packed: _Packed,
+    router: Handles[Router, _core.RouterParams],
+    layout: Handles[ExpertLayout, _core.ExpertLayout],
+    layer: MoeLayer,
+) -> _core.MoeLayer:
+    return _core.MoeLayer(
+        norm=norm(layer.norm),
+        router=router(layer.router),
+        layout=layout(layer.layout),
+        activation=native_activation(layer.activation),
+        shared_gate_up=packed(layer.shared_gate_up) if layer.shared_gate_up else None,
+        shared_down=packed(layer.shared_down) if layer.shared_down else None,
+    )
+
+
+def _layers(
+    half: Handles[AttentionHalf, _core.AttentionHalf],
+    moe: Handles[MoeLayer, _core.MoeLayer],
+    layers: tuple[DecoderLayer, ...],
+) -> _core.Layers:
+    return _core.Layers([_core.DecoderLayer(half(one.attention), moe(one.moe), one.cache) for one in layers])

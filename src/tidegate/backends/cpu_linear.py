@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from functools import cache
 
 from tidegate import _core
 from tidegate._core import Matrix
 from tidegate.backends.base import Backend
+from tidegate.backends.handles import Handles
 from tidegate.backends.operands import ExpertSlots, F32Array, Linear, Norm, Routing, StepBatch
 from tidegate.experts.base import Placement
 from tidegate.quant.layout import ExpertLayout
@@ -14,24 +16,13 @@ from tidegate.quant.native import native_format
 
 
 class LinearOps(Backend[Matrix]):
-    """Part of CpuBackend. Native handles are made at first use and kept by the identity of the weight object, which is
-    kept too, so an id stays unique."""
+    """Part of CpuBackend. ``packed`` gives the native handle of a weight."""
 
     def __init__(self, compute: _core.Compute) -> None:
         self.compute = compute
-        self._packed: dict[int, tuple[_core.PackedMatrix, Linear]] = {}
-        self._layouts: dict[int, tuple[_core.ExpertLayout, ExpertLayout]] = {}
-        self._activations: dict[tuple[str, float, float], _core.ActivationParams] = {}
+        self.packed = Handles(_packed_matrix)
+        self._layout = Handles(_expert_layout)
         self._batch: StepBatch
-
-    def packed(self, weight: Linear) -> _core.PackedMatrix:
-        """The native handle of a weight."""
-        known = self._packed.get(id(weight))
-        if known is None:
-            fmt = native_format(weight.fmt)
-            known = _core.PackedMatrix(weight.packed, fmt, weight.n, weight.k, weight.bias, weight.wide_inputs), weight
-            self._packed[id(weight)] = known
-        return known[0]
 
     def embed(self, table: Linear, multiplier: float) -> Matrix:
         return _core.embed(self.compute, self.packed(table), self._batch.token_ids_T, multiplier)
@@ -54,7 +45,7 @@ class LinearOps(Backend[Matrix]):
             routing.topk_expert_ids_TK,
             routing.topk_weights_TK,
             self._layout(layout),
-            self._activation(activation),
+            native_activation(activation),
         )
         for placement in placements:
             if slots.native is None:
@@ -68,7 +59,7 @@ class LinearOps(Backend[Matrix]):
         return step.finish()
 
     def gated_mlp(self, x: Matrix, gate_up: Linear, down: Linear, activation: tuple[str, float, float]) -> Matrix:
-        params = self._activation(activation)
+        params = native_activation(activation)
         return _core.gated_mlp(self.compute, x, self.packed(gate_up), self.packed(down), params)
 
     def add(self, x: Matrix, y: Matrix, scale: float = 1.0) -> Matrix:
@@ -88,26 +79,27 @@ class LinearOps(Backend[Matrix]):
             _core.divide(self.compute, out, divisor)
         return self.compute.numpy(out)
 
-    def _layout(self, layout: ExpertLayout) -> _core.ExpertLayout:
-        known = self._layouts.get(id(layout))
-        if known is None:
-            native = _core.ExpertLayout(
-                layout.hidden_size,
-                layout.expert_dim,
-                native_format(layout.fmt),
-                native_format(layout.down_fmt),
-                layout.has_bias,
-                layout.up_offset,
-                layout.down_offset,
-                layout.bias_offset,
-            )
-            known = self._layouts[id(layout)] = native, layout
-        return known[0]
 
-    def _activation(self, activation: tuple[str, float, float]) -> _core.ActivationParams:
-        params = self._activations.get(activation)
-        if params is None:
-            name, alpha, limit = activation
-            params = _core.ActivationParams(_core.Activation[name], alpha, limit)
-            self._activations[activation] = params
-        return params
+def _packed_matrix(weight: Linear) -> _core.PackedMatrix:
+    fmt = native_format(weight.fmt)
+    return _core.PackedMatrix(weight.packed, fmt, weight.n, weight.k, weight.bias, weight.wide_inputs)
+
+
+def _expert_layout(layout: ExpertLayout) -> _core.ExpertLayout:
+    return _core.ExpertLayout(
+        layout.hidden_size,
+        layout.expert_dim,
+        native_format(layout.fmt),
+        native_format(layout.down_fmt),
+        layout.has_bias,
+        layout.up_offset,
+        layout.down_offset,
+        layout.bias_offset,
+    )
+
+
+@cache
+def native_activation(activation: tuple[str, float, float]) -> _core.ActivationParams:
+    """The native twin of (name, alpha, limit) of ModelConfig."""
+    name, alpha, limit = activation
+    return _core.ActivationParams(_core.Activation[name], alpha, limit)

@@ -135,6 +135,16 @@ class AttentionWeights:
 
 
 @dataclass(frozen=True)
+class AttentionHalf:
+    """Grouped attention as a layer has it: norm, one projection to q, k and v, ``attend``, output projection."""
+
+    norm: Norm
+    qkv: Linear
+    attention: AttentionWeights
+    out: Linear
+
+
+@dataclass(frozen=True)
 class Router:
     """Router matrix float32 [E, D] (never quantized), its optional biases [E], and the contract."""
 
@@ -184,9 +194,6 @@ class MoeLayer:
 class DecoderLayer:
     """A layer of grouped attention and routed experts, and no shared one; ``cache`` of the experts, as in ``run_moe``."""
 
-    attention_norm: Norm
-    qkv: Linear
-    attention: AttentionWeights
-    out: Linear
+    attention: AttentionHalf
     moe: MoeLayer
     cache: _core.LayerCache

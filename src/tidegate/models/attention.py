@@ -5,19 +5,19 @@ from __future__ import annotations
 from typing import Generic
 
 from tidegate.backends.base import A, Backend
-from tidegate.models.weights import GroupedAttentionWeights, LatentAttentionWeights
+from tidegate.backends.operands import AttentionHalf
+from tidegate.models.weights import LatentAttentionWeights
 
 
 class GroupedAttention(Generic[A]):
     """Grouped-query attention: norm, one projection to q, k and v, attention over the cached pages, output projection."""
 
-    def __init__(self, weights: GroupedAttentionWeights, backend: Backend[A]) -> None:
+    def __init__(self, weights: AttentionHalf, backend: Backend[A]) -> None:
         self._weights, self._backend = weights, backend
 
     def __call__(self, x: A) -> A:
         """[T, D] -> [T, D], to be added to x. Writes the step's keys and values."""
-        weights = self._weights
-        return self._backend.attention(x, weights.norm, weights.qkv, weights.attention, weights.out)
+        return self._backend.attention(x, self._weights)
 
 
 class LatentAttention(Generic[A]):

@@ -80,13 +80,13 @@ class Decoder(Generic[A]):
         """All layers, if they are of the kind that a backend may know as a whole and a native cache serves them."""
         layers = []
         for number, (layer, block) in enumerate(zip(self.weights.layers, self._blocks[1::2], strict=True)):
-            one = layer.attention
-            if isinstance(one, LatentAttentionWeights) or not isinstance(block, MoeBlock):
+            attention = layer.attention
+            if isinstance(attention, LatentAttentionWeights) or not isinstance(block, MoeBlock):
                 return ()
             native = cache.native(number)
             if native is None or block.layer.shared_gate_up is not None:
                 return ()
-            layers.append(DecoderLayer(one.norm, one.qkv, one.attention, one.out, block.layer, native))
+            layers.append(DecoderLayer(attention, block.layer, native))
         return tuple(layers)
 
     def _layer_blocks(self, layer: LayerWeights) -> tuple[Callable[[A], A], Callable[[A], A]]:

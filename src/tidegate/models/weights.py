@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Protocol
 
-from tidegate.backends.operands import AttentionWeights, ByteArray, F32Array, Linear, Norm, Rope, Router
+from tidegate.backends.operands import AttentionHalf, AttentionWeights, ByteArray, F32Array, Linear, Norm, Rope, Router
 from tidegate.model_config import ModelConfig
 from tidegate.models.rope import rope_table
 from tidegate.quant.formats import Format
@@ -24,14 +24,6 @@ class DenseTensors(Protocol):
 
     def plain(self, name: str) -> F32Array:
         """float32, contiguous, in the inventory's shape."""
-
-
-@dataclass(frozen=True)
-class GroupedAttentionWeights:
-    norm: Norm
-    qkv: Linear
-    attention: AttentionWeights
-    out: Linear
 
 
 @dataclass(frozen=True)
@@ -68,7 +60,7 @@ class MoeWeights:
 
 @dataclass(frozen=True)
 class LayerWeights:
-    attention: GroupedAttentionWeights | LatentAttentionWeights
+    attention: AttentionHalf | LatentAttentionWeights
     feed_forward: MlpWeights | MoeWeights
 
 
@@ -120,7 +112,7 @@ class _Builder:
         feed_forward = self._moe if self._config.moe_layers[layer] else self._mlp
         return LayerWeights(attention(layer, prefix), feed_forward(layer, prefix))
 
-    def _grouped(self, layer: int, prefix: str) -> GroupedAttentionWeights:
+    def _grouped(self, layer: int, prefix: str) -> AttentionHalf:
         config, att = self._config, self._config.attention
         rows = (att.num_heads + att.num_kv_heads) * att.head_dim + att.num_kv_heads * att.v_head_dim
         has_norms = att.qk_norm != "none"
@@ -135,7 +127,7 @@ class _Builder:
         )
         bias = prefix + "qkv_bias" if config.has_attention_bias else None
         qkv = self._linear(prefix + "qkv", rows, config.hidden_size, bias)
-        return GroupedAttentionWeights(self._norm(prefix + "attn_norm"), qkv, weights, self._out(prefix))
+        return AttentionHalf(self._norm(prefix + "attn_norm"), qkv, weights, self._out(prefix))
 
     def _latent(self, layer: int, prefix: str) -> LatentAttentionWeights:
         config, att, rope_dims = self._config, self._config.attention, self._rope.dims
