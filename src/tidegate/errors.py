@@ -1,5 +1,7 @@
 """Every error a user can meet, as one tree. Messages say what, where, asked, allowed, and which flag helps."""
 
+from __future__ import annotations
+
 from pathlib import Path
 
 
@@ -7,6 +9,17 @@ class TidegateError(Exception):
     """Root of the tree. The CLI prints the message as one line and exits with ``exit_code``."""
 
     exit_code = 1
+
+    def __reduce__(self) -> tuple[object, ...]:
+        """Errors cross processes whole, whatever they are made from."""
+        return _restored, (type(self), self.args, self.__dict__)
+
+
+def _restored(kind: type[TidegateError], args: tuple[object, ...], state: dict[str, object]) -> TidegateError:
+    error = kind.__new__(kind)
+    error.args = args
+    error.__dict__.update(state)
+    return error
 
 
 class UsageError(TidegateError):
