@@ -181,10 +181,20 @@ def test_every_rope_scaling_agrees_with_transformers(scaling):
     ("Mixtral-8x7B", {"hidden_size": None}, "hidden_size is missing"),
     ("Mixtral-8x7B", {"num_local_experts": None}, "num_experts or num_local_experts or n_routed_experts is missing"),
     ("Mixtral-8x7B", {"num_hidden_layers": 0}, "num_hidden_layers must be a whole number of at least 1, got 0"),
+    ("Mixtral-8x7B", {"num_hidden_layers": 1e30}, "num_hidden_layers must be a whole number of at most 10000"),
+    ("Mixtral-8x7B", {"num_local_experts": 1 << 70}, "num_local_experts must be a whole number of at most 65536"),
+    ("Mixtral-8x7B", {"vocab_size": 1 << 40}, "vocab_size must be a whole number of at most 2147483647"),
     ("Mixtral-8x7B", {"vocab_size": "many"}, "vocab_size must be a whole number"),
     ("Mixtral-8x7B", {"num_key_value_heads": 5}, "num_attention_heads 32 is no multiple of num_key_value_heads 5"),
     ("Mixtral-8x7B", {"num_experts_per_tok": 9}, "num_experts_per_tok 9 of only 8 experts"),
     ("Mixtral-8x7B", {"num_experts": 9}, "contradiction: num_experts = 9, num_local_experts = 8"),
+    ("Mixtral-8x7B", {"quantization_config": 7}, "quantization_config must be a mapping, got 7"),
+    ("Qwen3-30B-A3B", {"mlp_only_layers": 5}, "mlp_only_layers must be a list, got 5"),
+    ("gpt-oss-20b", {"layer_types": "full_attention"}, "layer_types must be a list"),
+    ("gpt-oss-20b", {"layer_types": [[]] * 24}, r"layer_types has \[\]"),
+    ("Llama-3.1-8B", {"rope_scaling": 8}, "rope_scaling must be a mapping, got 8"),
+    ("Llama-3.1-8B", {"rope_scaling": {"rope_type": []}}, r"rope_type \[\] is not supported"),
+    ("Mixtral-8x7B", {"hidden_act": []}, r"hidden_act \[\] is not supported"),
     ("Mixtral-8x7B", {"hidden_act": "relu2"}, "hidden_act 'relu2' is not supported; supported are silu"),
     ("Mixtral-8x7B", {"quantization_config": {"quant_method": "gptq"}}, "quant_method 'gptq' is not supported"),
     ("Mixtral-8x7B", {"rope_scaling": {"type": "dynamic", "factor": 2}}, "rope_type 'dynamic' is not supported"),
@@ -217,6 +227,8 @@ def test_an_unknown_family_names_the_known_ones():
         model_config({"model_type": "mamba"})
     with pytest.raises(UnknownArchitecture, match="model_type None"):
         model_config({})
+    with pytest.raises(UnknownArchitecture, match=r"model_type \['mixtral'\]"):
+        model_config({"model_type": ["mixtral"]})
 
 
 @pytest.fixture

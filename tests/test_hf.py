@@ -244,6 +244,29 @@ def test_tokenizer_files(tmp_path):
     assert checkpoint.special_tokens()["eos_token_ids"] == [7, 8]
 
 
+ODD_TEXTS = [
+    b"", b"{", b"[]", b"{}", b"null", b"\xff\xfe", b'{"chat_template": 7, "eos_token_id": "x"}', b'{"eos_token_id": [null]}',
+    b'{"eos_token_id": 1e999}', b'{"chat_template": [{"name": 1}, 3]}', b'{"added_tokens": [1]}', b'{"added_tokens": null}',
+    b'{"post_processor": 5}', b'{"post_processor": {"type": "TemplateProcessing", "single": 3}}', b'{"model": 5}',
+]  # fmt: skip
+SIDE_FILES = [
+    "tokenizer.json", "tokenizer_config.json", "generation_config.json", "chat_template.jinja", "chat_template.json",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("name", SIDE_FILES)
+@pytest.mark.parametrize("text", ODD_TEXTS)
+def test_an_odd_side_file_is_understood_or_an_error_of_ours(tmp_path, name, text):
+    path = folder(tmp_path, {"a": torch.ones(1)}, tokenizer_config__json={"bos_token": "<s>"})
+    (path / name).write_bytes(text)
+    checkpoint = HfCheckpoint(path)
+    for read in (checkpoint.tokenizer_kind, checkpoint.chat_template, checkpoint.special_tokens):
+        try:
+            read()
+        except CheckpointError as error:
+            assert str(path) in str(error)
+
+
 def test_folder_without_tokenizer(tmp_path):
     checkpoint = HfCheckpoint(folder(tmp_path, {"a": torch.ones(1)}, {"eos_token_id": 3}))
     assert checkpoint.tokenizer_json() is None and checkpoint.chat_template() is None

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from tidegate.errors import CheckpointError
 from tidegate.quant.formats import Format
 
 F32Array = NDArray[np.float32]
@@ -20,12 +21,16 @@ ByteArray = NDArray[np.uint8]
 Codes = tuple[ByteArray, F16Array, F16Array | None]  # codes [N, K], scales [N, K/G], minima [N, K/G]: quant/pack.py
 
 
-def kind_of_tokenizer(tokenizer_json: str | None) -> str | None:
-    """The model type that a `tokenizers` document names; None without a document."""
+def kind_of_tokenizer(tokenizer_json: str | None, where: Path) -> str | None:
+    """The model type that a `tokenizers` document names; None without a document. Raises CheckpointError for one of ``where``
+    that is none."""
     if tokenizer_json is None:
         return None
     named = re.search(r'"model"\s*:\s*\{\s*"type"\s*:\s*"(\w+)"', tokenizer_json)
-    return named[1] if named else str(json.loads(tokenizer_json).get("model", {}).get("type"))
+    try:
+        return named[1] if named else str(json.loads(tokenizer_json).get("model", {}).get("type"))
+    except (ValueError, AttributeError, RecursionError) as error:
+        raise CheckpointError(f"{where}: its tokenizer.json is no tokenizer: {error}") from None
 
 
 class TensorInfo(NamedTuple):
@@ -92,7 +97,7 @@ class Checkpoint(ABC):
 
     def tokenizer_kind(self) -> str | None:
         """``BPE``, ``Unigram`` and the like, without taking a vocabulary of megabytes apart; None without a tokenizer."""
-        return kind_of_tokenizer(self.tokenizer_json())
+        return kind_of_tokenizer(self.tokenizer_json(), self.path)
 
     @abstractmethod
     def chat_template(self) -> str | None:

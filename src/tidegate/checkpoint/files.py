@@ -53,15 +53,19 @@ class InputFile:
         return out
 
 
-def read_json(path: Path) -> dict[str, Any]:
-    """A JSON object from a file. Raises CheckpointError if it cannot be read, CorruptFile if it is not a JSON object."""
+def read_text(path: Path) -> str:
+    """Raises CheckpointError for a file that cannot be read, CorruptFile for one that is not UTF-8."""
     try:
-        text = path.read_text(encoding="utf-8")
+        return path.read_text(encoding="utf-8")
     except OSError as error:
         raise CheckpointError(f"{path}: cannot be read: {error.strerror}") from None
     except UnicodeDecodeError as error:
         raise CorruptFile(path, error.start, "text", "UTF-8", "other bytes") from None
-    return parse_json(text, path, 0)
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """A JSON object from a file. Raises as ``read_text``, and CorruptFile if it is not a JSON object."""
+    return parse_json(read_text(path), path, 0)
 
 
 def parse_json(text: str | bytes, path: Path, offset: int) -> dict[str, Any]:

@@ -6,7 +6,6 @@ Two tensors on disk appear as one: ``X_blocks`` + ``X_scales`` (gpt-oss) as ``X`
 
 from __future__ import annotations
 
-import json
 from functools import cached_property
 from math import prod
 from operator import attrgetter
@@ -16,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from tidegate.checkpoint.base import ByteArray, Checkpoint, Codes, F32Array, TensorInfo
-from tidegate.checkpoint.files import InputFile, read_json
+from tidegate.checkpoint.files import InputFile, parse_json, read_json, read_text
 from tidegate.checkpoint.safetensors import DTYPE_BYTES, read_header
 from tidegate.errors import BadTensor, CheckpointError
 from tidegate.quant.formats import MXFP4_VALUES, Format
@@ -46,13 +45,21 @@ class HfCheckpoint(Checkpoint):
         """Everything but the tensors."""
         self.path, self.config = path, config
         quantization = self.config.get("quantization_config") or {}
+        if not isinstance(quantization, dict):
+            raise CheckpointError(f"{self.path}: quantization_config must be a mapping, got {quantization!r}")
         if quantization.get("quant_method") not in (None, *_QUANT_METHODS):
             raise CheckpointError(
                 f"{self.path}: weights are quantized with {quantization['quant_method']!r}; "
                 f"supported are plain weights, {' and '.join(_QUANT_METHODS)}, and GGUF files"
             )
         block = quantization.get("weight_block_size") or [128, 128]
-        self._scale_block = (int(block[0]), int(block[1]))
+        if (
+            not isinstance(block, list)
+            or len(block) != 2
+            or not all(isinstance(size, int) and size > 0 for size in block)
+        ):
+            raise CheckpointError(f"{self.path}: weight_block_size must be two whole numbers, got {block!r}")
+        self._scale_block = block[0], block[1]
         self._files: dict[Path, InputFile] = {}
         self._on_disk: dict[str, TensorInfo] = {}
 
@@ -108,17 +115,26 @@ class HfCheckpoint(Checkpoint):
         if template is None:
             template = self._json("chat_template.json").get("chat_template")
         if isinstance(template, list):
-            named = {entry["name"]: entry["template"] for entry in template}
-            template = named.get("default")
+            named = [entry for entry in template if isinstance(entry, dict) and entry.get("name") == "default"]
+            template = named[0].get("template") if named else None
+        if not isinstance(template, str | None):
+            raise CheckpointError(f"{self.path}: chat_template must be text, got {template!r}")
         return template
 
     def special_tokens(self) -> dict[str, Any]:
+        try:
+            return self._special_tokens()
+        except (AttributeError, KeyError, IndexError, TypeError, ValueError, OverflowError) as error:
+            files = "tokenizer_config.json, generation_config.json, config.json and tokenizer.json"
+            raise CheckpointError(f"{self.path}: what {files} say of special tokens makes no sense: {error}") from None
+
+    def _special_tokens(self) -> dict[str, Any]:
         tokenizer_config = self._json("tokenizer_config.json")
         bos, eos = (_token_text(tokenizer_config.get(key)) for key in ("bos_token", "eos_token"))
         eos_ids = self._json("generation_config.json").get("eos_token_id", self.config.get("eos_token_id"))
         add_bos = tokenizer_config.get("add_bos_token")
         if add_bos is None or eos_ids is None:
-            tokenizer = json.loads(self.tokenizer_json() or "{}")
+            tokenizer = parse_json(self.tokenizer_json() or "{}", self.path / "tokenizer.json", 0)
             if eos_ids is None:
                 eos_ids = [token["id"] for token in tokenizer.get("added_tokens", ()) if token["content"] == eos]
             if add_bos is None:
@@ -225,7 +241,7 @@ class HfCheckpoint(Checkpoint):
 
     def _text(self, name: str) -> str | None:
         file = self.path / name
-        return file.read_text(encoding="utf-8") if file.exists() else None
+        return read_text(file) if file.exists() else None
 
     def _json(self, name: str) -> dict[str, Any]:
         return read_json(self.path / name) if (self.path / name).exists() else {}

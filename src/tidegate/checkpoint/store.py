@@ -113,7 +113,7 @@ class ExpertStore:
 
     def tokenizer_kind(self) -> str | None:
         """As in Checkpoint."""
-        return kind_of_tokenizer(self.tokenizer_json())
+        return kind_of_tokenizer(self.tokenizer_json(), self.path)
 
     def chat_template(self) -> str | None:
         """As in Checkpoint."""

@@ -16,6 +16,10 @@ _ACTIVATIONS = {
 }
 
 
+LARGEST = (1 << 31) - 1  # of any number in a config
+MOST_LAYERS, MOST_EXPERTS = 10_000, 65_536  # as many as traces can have of a layer
+
+
 class ConfigKeys:
     """A config in Hugging Face terms. A key whose value is null counts as absent.
 
@@ -31,13 +35,17 @@ class ConfigKeys:
         """The error to raise, with the family in front."""
         return CheckpointError(f"{self._where}: {message}")
 
-    def integer(self, *names: str, default: int | None = None, minimum: int = 1) -> int:
+    def integer(self, *names: str, default: int | None = None, minimum: int = 1, maximum: int = LARGEST) -> int:
         name, value = self._find(names, default)
         if isinstance(value, float) and value.is_integer():
             value = int(value)
-        if isinstance(value, bool) or not isinstance(value, int) or value < minimum:
-            raise self.error(f"{name} must be a whole number of at least {minimum}, got {value!r}")
+        if isinstance(value, bool) or not isinstance(value, int) or not minimum <= value <= maximum:
+            bound = f"at most {maximum}" if isinstance(value, int) and value > maximum else f"at least {minimum}"
+            raise self.error(f"{name} must be a whole number of {bound}, got {value!r}")
         return value
+
+    def num_layers(self) -> int:
+        return self.integer("num_hidden_layers", maximum=MOST_LAYERS)
 
     def number(self, *names: str, default: float | None = None, positive: bool = True) -> float:
         name, value = self._find(names, default)
@@ -51,12 +59,26 @@ class ConfigKeys:
             raise self.error(f"{name} must be true or false, got {value!r}")
         return value
 
+    def items(self, name: str) -> list[Any] | None:
+        """A list; None if there is none."""
+        value = self.raw.get(name)
+        if not isinstance(value, list | None):
+            raise self.error(f"{name} must be a list, got {value!r}")
+        return value
+
+    def section(self, name: str) -> Mapping[str, Any]:
+        """A config in the config; an empty one if there is none."""
+        value = self.raw.get(name)
+        if not isinstance(value, Mapping | None):
+            raise self.error(f"{name} must be a mapping, got {value!r}")
+        return value or {}
+
     def has(self, name: str) -> bool:
         return self.raw.get(name) is not None
 
     def activation(self) -> str:
         name, value = self._find(("hidden_act",), "silu")
-        if value not in _ACTIVATIONS:
+        if not isinstance(value, str) or value not in _ACTIVATIONS:
             raise self.error(f"{name} {value!r} is not supported; supported are {', '.join(_ACTIVATIONS)}")
         return _ACTIVATIONS[value]
 

@@ -37,12 +37,12 @@ def model_config(config: Mapping[str, Any]) -> ModelConfig:
     Raises UnknownArchitecture for a family we do not have, CheckpointError for a missing or contradictory key.
     """
     family = config.get("model_type")
-    if family not in _FAMILIES:
+    if not isinstance(family, str) or family not in _FAMILIES:
         raise UnknownArchitecture(
             f"model_type {family!r} is not supported; supported are {', '.join(sorted(_FAMILIES))}"
         )
     keys = ConfigKeys(config, f"config of {family}")
-    method = (config.get("quantization_config") or {}).get("quant_method")
+    method = keys.section("quantization_config").get("quant_method")
     if method is not None and method not in _QUANTIZATIONS:
         raise keys.error(f"quant_method {method!r} is not supported; supported are {', '.join(_QUANTIZATIONS)}")
     result = _FAMILIES[family](keys)
@@ -69,7 +69,7 @@ def _model(
     windows: tuple[int, ...] | None = None,
 ) -> ModelConfig:
     """What every family shares; ``norm_eps`` is the family's default, ``moe_layers`` and ``windows`` default to all and none."""
-    num_layers = keys.integer("num_hidden_layers")
+    num_layers = keys.num_layers()
     if moe_layers is None:
         moe_layers = (moe is not None,) * num_layers
     return ModelConfig(

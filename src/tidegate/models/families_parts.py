@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 from tidegate.model_config import AttentionConfig, MoeConfig, RopeConfig
-from tidegate.models.config_keys import ConfigKeys
+from tidegate.models.config_keys import MOST_EXPERTS, ConfigKeys
 from tidegate.models.rope import yarn_scale
 
 
@@ -40,7 +40,7 @@ def latent_attention(keys: ConfigKeys, rope: RopeConfig) -> AttentionConfig:
 
 def routed_experts(keys: ConfigKeys, width: str, **options: Any) -> MoeConfig:
     return MoeConfig(
-        num_experts=keys.integer("num_experts", "num_local_experts", "n_routed_experts"),
+        num_experts=keys.integer("num_experts", "num_local_experts", "n_routed_experts", maximum=MOST_EXPERTS),
         num_experts_per_tok=keys.integer("num_experts_per_tok"),
         expert_dim=keys.integer(width),
         **options,
@@ -49,16 +49,16 @@ def routed_experts(keys: ConfigKeys, width: str, **options: Any) -> MoeConfig:
 
 def window_everywhere(keys: ConfigKeys) -> tuple[int, ...]:
     window = keys.integer("sliding_window", default=0, minimum=0)
-    return (window,) * keys.integer("num_hidden_layers")
+    return (window,) * keys.num_layers()
 
 
 def windows_by_type(keys: ConfigKeys, default: Callable[[int], bool]) -> tuple[int, ...]:
     """Windows of layers whose entry in ``layer_types`` slides; without that key, of those that ``default(layer)`` names."""
-    count = keys.integer("num_hidden_layers")
-    types = keys.raw.get("layer_types")
+    count = keys.num_layers()
+    types = keys.items("layer_types")
     if types is None:
         types = ["sliding_attention" if default(layer) else "full_attention" for layer in range(count)]
-    unknown = sorted(set(types) - {"sliding_attention", "full_attention"})
+    unknown = [kind for kind in types if kind not in ("sliding_attention", "full_attention")]
     if unknown or len(types) != count:
         what = f"has {unknown[0]!r}" if unknown else f"has {len(types)} entries for {count} layers"
         raise keys.error(f"layer_types {what}")
@@ -71,11 +71,11 @@ def windows_by_type(keys: ConfigKeys, default: Callable[[int], bool]) -> tuple[i
 def sparse_layers(keys: ConfigKeys) -> tuple[bool, ...]:
     """Qwen's rule: every ``decoder_sparse_step``-th layer has experts, unless named in ``mlp_only_layers``."""
     step = keys.integer("decoder_sparse_step", default=1)
-    dense = keys.raw.get("mlp_only_layers") or ()
-    return tuple(layer not in dense and (layer + 1) % step == 0 for layer in range(keys.integer("num_hidden_layers")))
+    dense = keys.items("mlp_only_layers") or ()
+    return tuple(layer not in dense and (layer + 1) % step == 0 for layer in range(keys.num_layers()))
 
 
 def leading_dense(keys: ConfigKeys, default: int) -> tuple[bool, ...]:
     keys.require("moe_layer_freq", 1)
     dense = keys.integer("first_k_dense_replace", default=default, minimum=0)
-    return tuple(layer >= dense for layer in range(keys.integer("num_hidden_layers")))
+    return tuple(layer >= dense for layer in range(keys.num_layers()))

@@ -32,7 +32,7 @@ def rope_config(
     Raises CheckpointError naming the key."""
     params = _merged(keys)
     kind = params.get("rope_type", params.get("type", "default"))
-    if kind not in _KINDS:
+    if not isinstance(kind, str) or kind not in _KINDS:
         raise keys.error(f"rope_type {kind!r} is not supported; supported are {', '.join(_KINDS)}")
     scaling = _KINDS[kind]
     inner = ConfigKeys({**keys.raw, **params}, "rope_parameters")
@@ -65,9 +65,7 @@ def _merged(keys: ConfigKeys) -> dict[str, Any]:
     """The rope parameters as one flat dict."""
     params: dict[str, Any] = {}
     for name in ("rope_scaling", "rope_parameters"):
-        value = keys.raw.get(name) or {}
-        if not isinstance(value, dict):
-            raise keys.error(f"{name} must be a mapping, got {value!r}")
+        value = keys.section(name)
         if any(isinstance(inner, dict) for inner in value.values()):
             raise keys.error(
                 f"{name} differs per layer type ({', '.join(value)}); only one for all layers is supported"
