@@ -12,10 +12,10 @@ namespace {
 
 // e^x within 2 units in the last place: 2^n * p(r), x = n ln 2 + r. Saturates instead of overflowing.
 Vec16 saturated_exp(Vec16 x) {
-  const Vec16 magic = broadcast(0x1.8p23f);
+  const Vec16 whole = broadcast(kWhole);
   x = min(max(x, broadcast(-87.0f)), broadcast(88.0f));
-  const Vec16 biased = x * broadcast(1.44269504f) + magic;
-  const Vec16 n = biased - magic;
+  const Vec16 biased = x * broadcast(1.44269504f) + whole;
+  const Vec16 n = biased - whole;
   Vec16 r = fma(n, broadcast(-0.693359375f), x);
   r = fma(n, broadcast(2.12194440e-4f), r);
   Vec16 p = broadcast(1.0f / 5040);

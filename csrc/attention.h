@@ -5,22 +5,10 @@
 
 #include "compute.h"
 #include "format.h"
+#include "norm.h"
 #include "step.h"
 
 namespace tidegate {
-
-// RMSNorm, or LayerNorm if there is a bias. Borrowed.
-struct NormWeights {
-  const float* weight = nullptr;
-  const float* bias = nullptr;
-  float eps = 0.0f;
-  std::int64_t width = 0;
-};
-
-// One row of norm.width numbers; y may be x.
-void norm_row(const FloatKernels& kernels, const NormWeights& norm, const float* x, float* y);
-// Throws std::invalid_argument on rows of another width.
-Matrix norm(Compute& compute, const Matrix& x, const NormWeights& norm);
 
 // A layer's grouped-query attention. Pointers are borrowed.
 struct GroupedAttention {

@@ -29,7 +29,7 @@ struct Carver {
   template <class T>
   T* take(std::int64_t count) {
     T* const result = reinterpret_cast<T*>(next);
-    next += (static_cast<std::size_t>(count) * sizeof(T) + 63) / 64 * 64;
+    next += align_up(count * static_cast<std::int64_t>(sizeof(T)), 64);
     return result;
   }
 };
@@ -95,7 +95,7 @@ std::size_t Cached::scratch_bytes() const {
   const std::size_t rows = static_cast<std::size_t>(max_rows_);
   const std::size_t bytes =
       3 * partial_bytes(max_rows_) + (rows * kKeyBlock + panels) * sizeof(float) + 2 * rows * sizeof(int) + 4 * 64;
-  return (bytes + 63) / 64 * 64;
+  return static_cast<std::size_t>(align_up(static_cast<std::int64_t>(bytes), 64));
 }
 
 void Cached::clear(const Partial& partial, std::int64_t rows) const {

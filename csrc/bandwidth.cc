@@ -1,7 +1,11 @@
 #include "bandwidth.h"
 
+#include <algorithm>
 #include <atomic>
 #include <cstring>
+#include <limits>
+
+#include "clock.h"
 
 namespace tidegate {
 
@@ -22,6 +26,17 @@ std::uint64_t read_all(Pool& pool, const std::uint8_t* memory, std::int64_t byte
     total.fetch_add(sum, std::memory_order_relaxed);
   });
   return total.load();
+}
+
+double fastest_read_s(const std::uint8_t* memory, std::int64_t bytes, int threads, int rounds) {
+  Pool pool(threads);
+  std::int64_t best_ns = std::numeric_limits<std::int64_t>::max();
+  for (int round = 0; round < rounds; ++round) {
+    const std::int64_t start_ns = now_ns();
+    read_all(pool, memory, bytes);
+    best_ns = std::min(best_ns, now_ns() - start_ns);
+  }
+  return static_cast<double>(best_ns) * 1e-9;
 }
 
 }  // namespace tidegate

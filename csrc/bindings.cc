@@ -1,5 +1,5 @@
-// bindings*.cc are the only files that know Python. One bind_*() function a header of the core, called from the module at
-// the end. Long calls release the GIL. Hot calls take typed handles (Matrix, Compute, ...), which cost about 0.1 us each.
+// bindings*.cc are the only files that know Python. A bind_*() function for a few headers of the core each, called from the module
+// at the end. Long calls release the GIL. Hot calls take typed handles (Matrix, Compute, ...), which cost about 0.1 us each.
 #include "bindings.h"
 
 #include <nanobind/stl/shared_ptr.h>
@@ -12,14 +12,13 @@
 #include <system_error>
 #include <tuple>
 
+#include "bandwidth.h"
 #include "compute.h"
-#include "core.h"
 #include "crc32.h"
 #include "faulty_reader.h"
 #include "file_set.h"
 #include "host_memory.h"
 #include "loader.h"
-#include "read_probe.h"
 #include "slots.h"
 
 using tidegate::Compute;
@@ -78,7 +77,7 @@ void bind_compute(nb::module_& m) {
            "A view; valid as long as the matrix is.");
 }
 
-// ---- host_memory.h, read_probe.h, block_reader.h, faulty_reader.h, file_set.h ---------------------------------------
+// ---- host_memory.h, bandwidth.h, block_reader.h, faulty_reader.h, file_set.h ---------------------------------------
 
 void bind_files(nb::module_& m) {
   using namespace tidegate;
@@ -96,7 +95,7 @@ void bind_files(nb::module_& m) {
   m.def("trim_heap", &trim_heap, "Gives back what the C library keeps of freed memory.");
   m.def("fastest_read_s", [](const Bytes& memory, int threads, int rounds) {
     nb::gil_scoped_release release;
-    return fastest_read_s(memory.data(), memory.size(), threads, rounds);
+    return fastest_read_s(memory.data(), static_cast<std::int64_t>(memory.size()), threads, rounds);
   }, "memory"_a, "threads"_a, "rounds"_a, "Seconds of the fastest pass over all bytes.");
   m.def("crc32", [](const Bytes& bytes) { return crc32(0, bytes.data(), bytes.size()); }, "bytes"_a);
 
@@ -191,7 +190,6 @@ void bind_loader(nb::module_& m) {
 
 NB_MODULE(_core, m) {
   m.doc() = "Native core of tidegate";
-  m.attr("version") = tidegate::core_version();
   bind_compute(m);
   bind_files(m);
   bind_loader(m);

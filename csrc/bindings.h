@@ -3,6 +3,7 @@
 #include <nanobind/nanobind.h>
 #include <nanobind/ndarray.h>
 
+#include <cstddef>
 #include <cstdint>
 
 namespace nb = nanobind;
@@ -15,6 +16,14 @@ using F32Vector = nb::ndarray<const float, nb::ndim<1>, nb::c_contig, nb::device
 using F32Out = nb::ndarray<float, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
 using I32Vector = nb::ndarray<const std::int32_t, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
 using I32Rows = nb::ndarray<const std::int32_t, nb::ndim<2>, nb::c_contig, nb::device::cpu>;
+
+// A new array of this shape that numpy owns, uninitialised.
+template <class T, class... Sizes>
+nb::ndarray<nb::numpy, T, nb::ndim<sizeof...(Sizes)>> new_numpy(Sizes... sizes) {
+  T* const data = new T[(std::size_t{1} * ... * static_cast<std::size_t>(sizes))];
+  const nb::capsule owner(data, [](void* p) noexcept { delete[] static_cast<T*>(p); });
+  return {data, {static_cast<std::size_t>(sizes)...}, owner};
+}
 
 // For calls that may take longer than a few microseconds.
 using NoGil = nb::call_guard<nb::gil_scoped_release>;

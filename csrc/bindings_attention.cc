@@ -113,24 +113,10 @@ Scoring parse_scoring(const std::string& name) {
   throw std::invalid_argument("no such router scoring: " + name);
 }
 
-// A new array that numpy owns.
-template <class T>
-nb::ndarray<nb::numpy, T, nb::ndim<2>> new_array(std::int64_t rows, std::int64_t cols) {
-  T* const data = new T[static_cast<std::size_t>(rows * cols)];
-  const nb::capsule owner(data, [](void* p) noexcept { delete[] static_cast<T*>(p); });
-  return {data, {static_cast<std::size_t>(rows), static_cast<std::size_t>(cols)}, owner};
-}
-
-nb::ndarray<nb::numpy, float, nb::ndim<1>> new_row(std::int64_t size) {
-  float* const data = new float[static_cast<std::size_t>(size)];
-  const nb::capsule owner(data, [](void* p) noexcept { delete[] static_cast<float*>(p); });
-  return {data, {static_cast<std::size_t>(size)}, owner};
-}
-
 nb::tuple route_to_numpy(Compute& compute, const Matrix& x, const RouterParams& router) {
-  auto ids = new_array<std::int32_t>(x.rows, router.top_k);
-  auto weights = new_array<float>(x.rows, router.top_k);
-  auto said = new_row(router.num_experts);
+  const auto ids = new_numpy<std::int32_t>(x.rows, router.top_k);
+  const auto weights = new_numpy<float>(x.rows, router.top_k);
+  const auto said = new_numpy<float>(router.num_experts);
   {
     const nb::gil_scoped_release released;
     ::tidegate::route(compute, x, router, ids.data(), weights.data(), said.data());

@@ -14,15 +14,6 @@ using namespace tidegate;
 
 namespace {
 
-// A copy in a numpy array of this shape.
-template <class T, std::size_t N>
-nb::ndarray<nb::numpy, T, nb::ndim<N>> to_numpy(const std::vector<T>& values, const std::size_t (&shape)[N]) {
-  T* const data = new T[values.size()];
-  std::copy(values.begin(), values.end(), data);
-  const nb::capsule owner(data, [](void* p) noexcept { delete[] static_cast<T*>(p); });
-  return nb::ndarray<nb::numpy, T, nb::ndim<N>>(data, N, shape, owner);
-}
-
 void bind_moe_layer(nb::module_& m) {
   nb::class_<MoeLayer>(m, "MoeLayer", "A layer of routed experts, but for those; see moe_layer.h.")
       .def("__init__", [](MoeLayer* self, const NormWeights& norm, const RouterParams& router, const ExpertLayout& layout,
@@ -34,8 +25,12 @@ void bind_moe_layer(nb::module_& m) {
   nb::class_<Routed>(m, "Routed", "A layer's rows that the cache did not serve; see moe_layer.h.")
       .def_ro("failed_slot", &Routed::failed_slot)
       .def("routing", [](const Routed& r) {
-        const auto rows = static_cast<std::size_t>(r.normed.rows), k = rows == 0 ? 0 : r.ids.size() / rows;
-        return nb::make_tuple(to_numpy<std::int32_t, 2>(r.ids, {rows, k}), to_numpy<float, 2>(r.weights, {rows, k}));
+        const auto num_pairs = static_cast<std::int64_t>(r.ids.size()), rows = r.normed.rows, k = rows == 0 ? 0 : num_pairs / rows;
+        const auto ids = new_numpy<std::int32_t>(rows, k);
+        const auto weights = new_numpy<float>(rows, k);
+        std::copy(r.ids.begin(), r.ids.end(), ids.data());
+        std::copy(r.weights.begin(), r.weights.end(), weights.data());
+        return nb::make_tuple(ids, weights);
       }, "Expert ids and weights [T, K].");
   m.def("run_moe", [](Compute& compute, const Matrix& x, const MoeLayer& layer, LayerCache& cache, const Sight* sight) {
     Routed r;

@@ -1,4 +1,4 @@
-// Which instruction set the kernels use. Every *_avx512.cc, *_avx2.cc and *_portable.cc exports one table of functions.
+// Which instruction set the kernels use. Every *_amx.cc, *_avx512.cc, *_avx2.cc and *_portable.cc exports one table of functions.
 #pragma once
 #include <optional>
 #include <string_view>

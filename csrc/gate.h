@@ -5,8 +5,8 @@
 #include <optional>
 #include <vector>
 
-#include "attention.h"
 #include "linear.h"
+#include "norm.h"
 #include "odds.h"
 #include "route.h"
 

@@ -51,15 +51,11 @@ void matrix_panel(const TileJob& job, const TileJob::Panel& panel) {
       multipliers = w;
       w += kMultiplierBytes;
     }
-    Vec16 scale, low;
-    if constexpr (kTwoLevel) {
-      scale = low = load(as<Int8>(multipliers));
+    const GroupScales scales = load_scales<kScaling>(kTwoLevel ? multipliers : w);
+    if (kTwoLevel)
       multipliers += kPanelRows;
-    } else {
-      scale = load(as<Half>(w));
-      low = kMin ? load(as<Half>(w + 32)) : scale;
+    else
       w += kMin ? 64 : 32;
-    }
     MatrixUnit::clear_sums();
     for (int done = 0; done < job.group; done += count, x += count) {
       MatrixUnit::load_inputs(x, job.tile.row_bytes);
@@ -75,15 +71,9 @@ void matrix_panel(const TileJob& job, const TileJob::Panel& panel) {
     }
     MatrixUnit::store_sums(sums);
     const auto scale_token = [&](int m) {
-      const Ints products{_mm512_load_si512(sums + m * kPanelRows)}, x_sum = broadcast_int(x_sums[m]);
-      const Vec16 x_scale = broadcast(x_scales[m]);
-      const Vec16 total = to_float(kMin ? products : Ints{_mm512_add_epi32(products.v, x_sum.v)});
-      if constexpr (kTwoLevel) {
-        acc[m] = fma(total * scale, x_scale, acc[m]);
-        return;
-      }
-      acc[m] = fma(total, scale * x_scale, acc[m]);
-      if (kMin) acc[m] = fma(low * x_scale, to_float(x_sum), acc[m]);
+      const __m512i products = _mm512_load_si512(sums + m * kPanelRows);
+      const Ints total{kMin ? products : _mm512_add_epi32(products, _mm512_set1_epi32(x_sums[m]))};
+      acc[m] = add_group<kScaling>(acc[m], total, scales, x_scales[m], x_sums[m]);
     };
     if constexpr (kTokens > 0)
       TIDEGATE_UNROLL for (int m = 0; m < kTokens; ++m) scale_token(m);

@@ -9,6 +9,7 @@
 #include "clock.h"
 #include "crc32.h"
 #include "pool.h"
+#include "spin.h"
 
 namespace tidegate {
 namespace {
@@ -16,14 +17,6 @@ namespace {
 constexpr int kSpins = 200;  // a few microseconds: longer spinning starves whoever shares the core
 // Then others may have the core, but as long as nobody wants it this thread stays awake: waking up costs a tenth of a load.
 constexpr std::int64_t kYieldNs = 2'000'000;
-
-inline void pause_briefly() {
-#if defined(__x86_64__)
-  __builtin_ia32_pause();
-#elif defined(__aarch64__)
-  asm volatile("yield");
-#endif
-}
 
 }  // namespace
 
@@ -138,7 +131,7 @@ const std::uint8_t* Loader::wait_ready(int slot) {
     const std::int64_t start_ns = now_ns();
     g_bell.ring_if_wanted();  // an idle thread that was asked to may have lost its core
     for (int i = 0; i < kSpins && state == loading; ++i) {
-      pause_briefly();
+      relax();
       state = s.state.load(std::memory_order_acquire);
     }
     while (state == loading && now_ns() - start_ns < kYieldNs) {

@@ -1,7 +1,9 @@
-// Threads that read expert blobs from files into slots. See DESIGN section 2, "Loader".
+// Threads that read expert blobs from files into slots. Demand loads go first; a speculative one steps aside for them after the
+// request to the system that is in flight.
 //
 // A slot is empty -> loading -> ready (or failed) -> loading ...; which ready slots are pinned is the cache's book. The
-// state is one atomic a slot, which compute waits on; the queues are behind one mutex, never held during a read.
+// state is one atomic a slot, which compute waits on; the queues are behind one mutex, never held during a read. All member
+// functions may be called from any thread; loads into a slot, and cancelling them, are one thread's business at a time.
 #pragma once
 #include <atomic>
 #include <cstdint>

@@ -6,11 +6,11 @@
 #include <optional>
 #include <vector>
 
-#include "attention.h"
 #include "gate.h"
 #include "layer_cache.h"
 #include "linear.h"
 #include "moe.h"
+#include "norm.h"
 #include "route.h"
 
 namespace tidegate {

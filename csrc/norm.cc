@@ -1,6 +1,6 @@
-#include <stdexcept>
+#include "norm.h"
 
-#include "attention.h"
+#include <stdexcept>
 
 namespace tidegate {
 

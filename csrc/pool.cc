@@ -6,6 +6,8 @@
 #include <chrono>
 #include <stdexcept>
 
+#include "spin.h"
+
 namespace tidegate {
 namespace {
 
@@ -13,14 +15,6 @@ namespace {
 constexpr auto kSpin = std::chrono::microseconds(50);
 // Then others may have the core, but as long as nobody wants it the thread stays awake: a wait for a load is about this long.
 constexpr auto kYield = std::chrono::microseconds(1000);
-
-void relax() {
-#if defined(__x86_64__)
-  __builtin_ia32_pause();
-#elif defined(__aarch64__)
-  asm volatile("yield");
-#endif
-}
 
 // Spins until done() or until kYield has passed; true if done.
 template <class Done>

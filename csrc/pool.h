@@ -1,4 +1,4 @@
-// The one thread pool of the process. N threads including the caller of parallel_for. Each starts on its own contiguous
+// Threads that compute: N, including the caller of parallel_for. Each starts on its own contiguous
 // share of the work, so that it reads one stream of memory, and claims it in small chunks; a thread that is done takes half
 // of what another one has left. So a thread that loses its core delays the others by one chunk at most.
 #pragma once

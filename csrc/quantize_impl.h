@@ -12,10 +12,10 @@
 namespace tidegate {
 namespace {
 
-// Clamps, then rounds to nearest even through the number whose unit in the last place is 1.
+// Clamps, then rounds to nearest even.
 inline float clamped_round(float x, float low, float high) {
   x = x < low ? low : x > high ? high : x;
-  return (x + 12582912.0f) - 12582912.0f;
+  return (x + kWhole) - kWhole;
 }
 
 inline float reciprocal(std::uint16_t scale) {
@@ -87,8 +87,8 @@ GroupHeader quantize_mxfp4(const float* w, int count, std::uint8_t* codes) {
 
 // The codes of 16 weights, less their offset.
 TIDEGATE_INLINE Vec16 codes_of(Vec16 w, float inverse) {
-  const Vec16 unit = broadcast(12582912.0f);  // as in clamped_round
-  return (min(max(w * broadcast(inverse), broadcast(-8.0f)), broadcast(7.0f)) + unit) - unit;
+  const Vec16 whole = broadcast(kWhole);  // as in clamped_round
+  return (min(max(w * broadcast(inverse), broadcast(-8.0f)), broadcast(7.0f)) + whole) - whole;
 }
 
 // The one with less error of two multipliers: under the first the largest weight is -8, under the second 7.

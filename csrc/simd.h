@@ -8,7 +8,7 @@
 // simd_*.h bring, for sixteen float32 (Vec16) and sixteen int32 (Ints):
 //   broadcast, load, load_first (zeros behind the first n lanes), store, store_first   of float, and load of Half and Int8
 //   + - * / fma, min, max (b where either is not a number), abs, keep_lanes (lanes first..last-1 of a, `other` elsewhere), transpose
-//   exp2_of (2^n, given n + 1.5 * 2^23 for a whole n from -126 to 127), keep_from (a where x is not below `floor`, else 0)
+//   exp2_of (2^n, given n + kWhole for a whole n from -126 to 127), keep_from (a where x is not below `floor`, else 0)
 //   bf16_even, bf16_odd (the low and the high halves of sixteen pairs)
 //   to_float, to_int (to nearest even, of less than 2^23), broadcast_int, sum_of, store_bytes (of -128..127)
 // and for products of packed codes with inputs:
@@ -40,6 +40,8 @@ using Half = std::uint16_t;  // the bits of a float16
 using Int8 = std::int8_t;
 constexpr int kLanes = 16;
 constexpr float kHalfMax = 65504.0f;
+// Added to a number below 2^22 it leaves no fraction: the unit in the last place of the sum is 1.
+constexpr float kWhole = 0x1.8p23f;
 
 // Packed weights as what they are.
 template <class T>
@@ -109,11 +111,11 @@ TIDEGATE_INLINE float max_of(Vec16 a) {
 
 // e^x within 1 ulp for -87.33 <= x <= 88.3; 0 below (also for -infinity), a large finite number above, NaN for NaN.
 TIDEGATE_INLINE Vec16 exp_of(Vec16 x) {
-  const Vec16 floor = broadcast(-87.33f), magic = broadcast(0x1.8p23f);
+  const Vec16 floor = broadcast(-87.33f), whole = broadcast(kWhole);
   x = min(broadcast(88.3f), x);
   const Vec16 safe = max(floor, x);
-  const Vec16 biased = fma(safe, broadcast(1.44269504f), magic);
-  const Vec16 n = biased - magic;
+  const Vec16 biased = fma(safe, broadcast(1.44269504f), whole);
+  const Vec16 n = biased - whole;
   Vec16 r = fma(n, broadcast(-0.693145751953125f), safe);
   r = fma(n, broadcast(-1.428606765330187e-06f), r);
   Vec16 y = fma(broadcast(0x1.a151bcp-13f), r, broadcast(0x1.6d4366p-10f));

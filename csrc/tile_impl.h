@@ -26,6 +26,26 @@ void prefetch(const std::uint8_t* (&next)[kPanels], int lines) {
   }
 }
 
+// A group's scales, and its minima if it has them; or its multipliers, whose scale comes at the end.
+struct GroupScales {
+  Vec16 scale, low;
+};
+template <Scaling kScaling>
+TIDEGATE_INLINE GroupScales load_scales(const std::uint8_t* p) {
+  if constexpr (kScaling == Scaling::multiplier) return {load(as<Int8>(p)), broadcast(0.0f)};
+  return {load(as<Half>(p)), kScaling == Scaling::scale_and_min ? load(as<Half>(p + 32)) : broadcast(0.0f)};
+}
+
+// What every kernel makes of a group's sum of products, in these operations.
+template <Scaling kScaling>
+TIDEGATE_INLINE Vec16 add_group(Vec16 acc, Ints products, const GroupScales& group, float x_scale, std::int32_t x_sum) {
+  const Vec16 scale = broadcast(x_scale), total = to_float(products);
+  if constexpr (kScaling == Scaling::multiplier) return fma(total * group.scale, scale, acc);
+  acc = fma(total, group.scale * scale, acc);
+  if constexpr (kScaling == Scaling::scale_and_min) acc = fma(group.low * scale, to_float(broadcast_int(x_sum)), acc);
+  return acc;
+}
+
 // int8, int4, mxfp4. A group is walked in chunks of kChunk inputs: 16 for groups of 16, otherwise 32.
 template <Kind kKind, Scaling kScaling, int kChunk, int kTokens, int kPanels>
 void integer_tile(const TileJob& job) {
@@ -84,20 +104,10 @@ void integer_tile(const TileJob& job) {
         TIDEGATE_UNROLL for (int m = 0; m < kTokens; ++m) dot[p][m].end_chunk();
     } while (++chunk < chunks);
     TIDEGATE_UNROLL for (int p = 0; p < kPanels; ++p) {
-      if constexpr (kTwoLevel) {
-        const Vec16 multiplier = load(as<Int8>(header[p]));
-        header[p] += kPanelRows;
-        TIDEGATE_UNROLL for (int m = 0; m < kTokens; ++m)
-          acc[p][m] = fma(to_float(dot[p][m].total()) * multiplier, broadcast(x_scales[m]), acc[p][m]);
-        continue;
-      }
-      const Vec16 scale = load(as<Half>(header[p]));
-      const Vec16 low = kMin ? load(as<Half>(header[p] + 32)) : scale;
-      TIDEGATE_UNROLL for (int m = 0; m < kTokens; ++m) {
-        const Vec16 x_scale = broadcast(x_scales[m]);
-        acc[p][m] = fma(to_float(dot[p][m].total()), scale * x_scale, acc[p][m]);
-        if (kMin) acc[p][m] = fma(low * x_scale, to_float(broadcast_int(x_sums[m])), acc[p][m]);
-      }
+      const GroupScales scales = load_scales<kScaling>(header[p]);
+      if (kTwoLevel) header[p] += kPanelRows;
+      TIDEGATE_UNROLL for (int m = 0; m < kTokens; ++m)
+        acc[p][m] = add_group<kScaling>(acc[p][m], dot[p][m].total(), scales, x_scales[m], x_sums[m]);
     }
     x_scales += kTokens;
     x_sums += kTokens;

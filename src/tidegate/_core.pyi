@@ -9,8 +9,6 @@ from numpy.typing import NDArray
 
 from tidegate.backends.operands import ByteArray, F32Array, I32Array
 
-version: str
-
 # ---- compute.h, workspace.h, tensor.h
 
 class Matrix:
