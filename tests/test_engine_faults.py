@@ -16,7 +16,7 @@ from tidegate.backends.operands import Routing
 from tidegate.checkpoint.manifest import DENSE_FILE, EXPERTS_FILE
 from tidegate.checkpoint.store import ExpertStore
 from tidegate.config import SamplingOptions
-from tidegate.engine.build import DenseTensors
+from tidegate.engine.dense import DenseSection
 from tidegate.engine.engine import Engine
 from tidegate.engine.kv_cache import KvCache
 from tidegate.engine.scheduler import Scheduler
@@ -213,7 +213,7 @@ def test_every_slot_is_right_at_the_moment_of_compute_in_10_000_steps(tmp_path: 
     cache = ExpertCache([top_k] * layers, 12, policy_factory("lru"), loader)
     backend = _ChecksumBackend(store, seed=3)
     dense = np.fromfile(store.dense_path, np.uint8)
-    weights = model_weights(config, DenseTensors(store, dense), steps + 1)
+    weights = model_weights(config, DenseSection(store, dense), steps + 1)
     decoder = Decoder(config, weights, backend, Experts(cache, loader, store.layouts))
     scheduler = Scheduler(KvCache(700, 16), max_running=1, prefill_chunk=8, max_logit_rows=1)
     engine = Engine(decoder, scheduler, recount=cache.check_integrity)

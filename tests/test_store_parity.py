@@ -10,7 +10,7 @@ from test_parity import TOLERANCE, error, oracle, prefill_and_decode, token_ids
 from tidegate.checkpoint.convert import ConvertOptions, convert
 from tidegate.checkpoint.reading import read_into
 from tidegate.checkpoint.store import ExpertStore
-from tidegate.engine.build import DenseTensors
+from tidegate.engine.dense import DenseSection
 from tidegate.experts.cache import ExpertCache
 from tidegate.experts.loader import NativeLoader
 from tidegate.experts.policy import DecayedLfu
@@ -28,7 +28,7 @@ def stored_model(folder: Path, backend: str, capacity: int) -> TinyModel:
         loader = NativeLoader(store, views)
         cache = ExpertCache([capacity] * len(store.layouts), store.config.moe.num_experts, DecayedLfu, loader)
         routed = Experts(cache, loader, store.layouts)
-    return assemble(store.config, DenseTensors(store, section), routed, BACKENDS[backend]())
+    return assemble(store.config, DenseSection(store, section), routed, BACKENDS[backend]())
 
 
 @pytest.mark.parametrize("backend", BACKENDS)

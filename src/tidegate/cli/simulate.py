@@ -109,16 +109,7 @@ def command(
     )  # fmt: skip
     configure = partial(_configure, meta, expert_bytes, fixed_bytes, recorded_bits)
     simulated = _sweep(reader, tokens, profile, recorded_bits, most, share=not no_share)
-    with counted("configurations simulated") as progress:
-        if sweep == "optuna":
-            from tidegate.sim.search import search  # noqa: PLC0415  (needs Optuna)
-
-            results = search(axes, configure, _counting(simulated.run, progress.of(trials)), trials, seed)
-        else:
-            grid = dict.fromkeys(
-                configure(**dict(zip(axes, values, strict=True))) for values in product(*axes.values())
-            )
-            results = list(map(_counting(simulated.run, progress.of(len(grid))), grid))
+    results = _run_all(sweep, axes, configure, simulated.run, trials, seed)
     best = pareto(results) if sweep else []
     if plot is not None:
         from tidegate.sim.sweep_plot import plot_results  # noqa: PLC0415  (needs matplotlib)
@@ -128,17 +119,33 @@ def command(
     return 0
 
 
-def _counting(
-    run: Callable[[Configuration], Result], advance: Callable[[int], None]
-) -> Callable[[Configuration], Result]:
-    """``run``, which tells of each one that is done."""
+def _run_all(
+    sweep: str | None,
+    axes: dict[str, list[Any]],
+    configure: Callable[..., Configuration],
+    run: Callable[[Configuration], Result],
+    trials: int,
+    seed: int,
+) -> list[Result]:
+    """The whole grid, or what Optuna tries of it."""
+    grid = (
+        {}
+        if sweep == "optuna"
+        else dict.fromkeys(configure(**dict(zip(axes, values, strict=True))) for values in product(*axes.values()))
+    )
+    with counted("configurations simulated") as progress:
+        advance = progress.of(len(grid) or trials)
 
-    def run_one(config: Configuration) -> Result:
-        result = run(config)
-        advance(1)
-        return result
+        def run_one(config: Configuration) -> Result:
+            result = run(config)
+            advance(1)
+            return result
 
-    return run_one
+        if sweep != "optuna":
+            return list(map(run_one, grid))
+        from tidegate.sim.search import search  # noqa: PLC0415  (needs Optuna)
+
+        return search(axes, configure, run_one, trials, seed)
 
 
 def _profile(

@@ -9,20 +9,17 @@ import os
 import time
 from contextlib import ExitStack, suppress
 from dataclasses import asdict, dataclass
-from math import prod
 from typing import TYPE_CHECKING, Any, cast
-
-import numpy as np
 
 from tidegate import _core
 from tidegate.backends.base import Backend
 from tidegate.backends.cpu_workspace import kinds_of_layers
-from tidegate.backends.operands import ByteArray, F32Array
-from tidegate.checkpoint.reading import read_into
+from tidegate.backends.operands import ByteArray
 from tidegate.checkpoint.store import ExpertStore
 from tidegate.config import EngineOptions
 from tidegate.engine.activation_peak import fingerprint, keep_peak, kept_peak
 from tidegate.engine.codec import TextCodec
+from tidegate.engine.dense import DenseSection, read_dense
 from tidegate.engine.dry_run import activation_peak, zero_experts
 from tidegate.engine.engine import Engine
 from tidegate.engine.kv_cache import KvCache
@@ -30,13 +27,13 @@ from tidegate.engine.needs import Sizes, activation_inputs, needs_of, scored_row
 from tidegate.engine.predictors import PredictorChoice, choose_predictor
 from tidegate.engine.reserve import budget_of, watch_others
 from tidegate.engine.scheduler import Scheduler
-from tidegate.errors import CorruptFile, OverBudget
+from tidegate.errors import OverBudget
 from tidegate.experts.base import CacheCounters
 from tidegate.experts.cache import ExpertCache
 from tidegate.experts.foreseer import Foreseer
-from tidegate.experts.gates_file import pack_gates
+from tidegate.experts.gates_file import GatesFile, pack_gates
 from tidegate.experts.loader import LoaderOptions, NativeLoader
-from tidegate.experts.lookahead import OWN_CURVES, Lookahead
+from tidegate.experts.lookahead import Lookahead
 from tidegate.experts.policy import policy_factory
 from tidegate.memory.arena import Arena
 from tidegate.memory.budget import Budget
@@ -48,16 +45,14 @@ from tidegate.models.guesses import Gates, own_gates
 from tidegate.models.moe import Experts
 from tidegate.models.weights import ModelWeights, model_weights, moe_weights
 from tidegate.plan import Plan, make_plan
-from tidegate.quant.formats import Format
 
 if TYPE_CHECKING:
     from tidegate.backends.cpu import CpuBackend
 
 # Whoever embeds the library may use memory as well, as long as the budget holds: the ledger learns of it.
 _OWN_GROWTH_RATIO = 1.0
-_MOST_PLANS = (
-    4  # of a model whose activations were counted wrong: each has room for the array that the one before had none for
-)
+# Of a model whose activations were counted wrong: each plan has room for the array that the one before had none for.
+_MOST_PLANS = 4
 _HINTS = {
     "dense weights": "raise --memory or convert with --dense int4",
     "KV cache": "raise --memory, or lower --context or --sequences",
@@ -138,34 +133,26 @@ def _build(store: ExpertStore, options: EngineOptions, reader: _core.BlockReader
         resources.callback(watch_others())
         arena = Arena(ledger, plan.arena_bytes, threads)
         resources.callback(arena.close)
-        dense = _read_dense(store, arena, ledger, options)
+        dense = _carve(arena, ledger, "dense weights", store.dense_bytes)
+        read_dense(store, dense, page_cache=options.page_cache, verify=options.verify)
         slots = _carve(arena, ledger, "expert slots", plan.slots_bytes) if plan.slots else dense[:0]
         kv_pages = _carve(arena, ledger, "KV cache", sizes.num_pages * sizes.kv.page_bytes)
         workspace = _carve(arena, ledger, "workspace", plan.needs.workspace_bytes)
         backend = _backend(options, threads, workspace)
         backend.bind_kv(sizes.kv, kv_pages)
-        cache = loader = experts = gates = None
+        loader = experts = gates = None
         if plan.slots:
             loader = _loader(store, plan, slots, options, reader)
             resources.callback(loader.close)
-            make_policy = policy_factory(options.policy)
-            cache = ExpertCache(plan.slots, plan.needs.num_experts, make_policy, loader, share=True)
-            experts = Experts(cache, loader, store.layouts)
-            choice = choose_predictor(config, options, store)
-            gates = choice.gates
-            experts.curves = gates.curves if gates else OWN_CURVES
-            if options.prefetch == "auto" and min(plan.slots) < plan.needs.num_experts:
-                _look_ahead(experts, loader, choice, plan, ledger, options.sequences)
-        tensors = DenseTensors(store, dense)
+            experts, gates = _experts(store, options, plan, ledger, loader)
+        tensors = DenseSection(store, dense)
         weights = model_weights(config, tensors, sizes.context_tokens, wide_inputs=sizes.wide_inputs)
         if options.backend == "cpu":
             nothing = zero_experts(slots, plan, store.layouts) if plan.slots else None
             _try_largest_step(store, plan, weights, cast("CpuBackend", backend), nothing, sizes, threads)
         if experts is not None and plan.needs.predictor_bytes:
-            assert config.moe is not None
-            memory, layers = _carve(arena, ledger, "predictor", plan.needs.predictor_bytes), moe_weights(weights)
-            linears = gates.read(memory[: gates.nbytes]) if gates else pack_gates(own_gates(layers), memory, threads)
-            experts.guesser = Gates(backend, layers, linears, config.moe)
+            memory = _carve(arena, ledger, "predictor", plan.needs.predictor_bytes)
+            experts.guesser = _guesser(config, weights, backend, gates, memory, threads)
         decoder = Decoder(config, weights, backend, experts)
         scheduler = Scheduler(
             KvCache(sizes.num_pages, sizes.kv.page_tokens),
@@ -193,7 +180,7 @@ def _build(store: ExpertStore, options: EngineOptions, reader: _core.BlockReader
         codec,
         eos,
         experts,
-        cache,
+        experts.cache if experts else None,
         loader,
         kept,
     )
@@ -243,35 +230,6 @@ def _carve(arena: Arena, ledger: Ledger, owner: str, nbytes: int) -> ByteArray:
     return arena.carve(ledger.account(owner, _HINTS[owner]), nbytes)
 
 
-class DenseTensors:
-    """The dense section of a store, in memory."""
-
-    def __init__(self, store: ExpertStore, section: ByteArray) -> None:
-        self._entries, self._section = store.dense, section
-
-    def matrix(self, name: str) -> tuple[ByteArray, Format]:
-        entry = self._entries[name]
-        assert entry.fmt is not None, name
-        return self._section[entry.offset : entry.offset + entry.nbytes], entry.fmt
-
-    def plain(self, name: str) -> F32Array:
-        entry = self._entries[name]
-        assert entry.fmt is None and entry.nbytes == 4 * prod(entry.shape), entry
-        return self._section[entry.offset : entry.offset + entry.nbytes].view(np.float32).reshape(entry.shape)
-
-
-def _read_dense(store: ExpertStore, arena: Arena, ledger: Ledger, options: EngineOptions) -> ByteArray:
-    section = _carve(arena, ledger, "dense weights", store.dense_bytes)
-    read_into(store.dense_path, 0, section, page_cache=options.page_cache)
-    if options.verify:
-        for entry in store.dense.values():
-            got = _core.crc32(section[entry.offset : entry.offset + entry.nbytes])
-            if got != entry.crc32:
-                what = f"checksum of {entry.name}"
-                raise CorruptFile(store.dense_path, entry.offset, what, f"{entry.crc32:08x}", f"{got:08x}")
-    return section
-
-
 def _loader(
     store: ExpertStore, plan: Plan, slots: ByteArray, options: EngineOptions, reader: _core.BlockReader | None
 ) -> NativeLoader:
@@ -279,6 +237,35 @@ def _loader(
     views = [slots[start : start + size] for start in range(0, slots.size, size)]
     how = LoaderOptions(threads=options.io_threads, verify=options.verify, page_cache=options.page_cache)
     return NativeLoader(store, views, how, reader)
+
+
+def _experts(
+    store: ExpertStore, options: EngineOptions, plan: Plan, ledger: Ledger, loader: NativeLoader
+) -> tuple[Experts, GatesFile | None]:
+    """Nobody is in memory yet, and nothing guesses. Also the gates that were fitted to the model, if there are any."""
+    cache = ExpertCache(plan.slots, plan.needs.num_experts, policy_factory(options.policy), loader, share=True)
+    experts = Experts(cache, loader, store.layouts)
+    choice = choose_predictor(store.config, options, store)
+    if choice.gates is not None:
+        experts.curves = choice.gates.curves
+    if options.prefetch == "auto" and min(plan.slots) < plan.needs.num_experts:
+        _look_ahead(experts, loader, choice, plan, ledger, options.sequences)
+    return experts, choice.gates
+
+
+def _guesser(
+    config: ModelConfig,
+    weights: ModelWeights,
+    backend: Backend[Any],
+    fitted: GatesFile | None,
+    memory: ByteArray,
+    threads: int,
+) -> Gates[Any]:
+    """Of the fitted gates, or of the routers themselves, in ``memory``."""
+    assert config.moe is not None
+    layers = moe_weights(weights)
+    linears = fitted.read(memory[: fitted.nbytes]) if fitted else pack_gates(own_gates(layers), memory, threads)
+    return Gates(backend, layers, linears, config.moe)
 
 
 def _look_ahead(
