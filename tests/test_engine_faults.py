@@ -127,7 +127,9 @@ def test_a_flipped_byte_in_the_dense_weights_is_found_by_verify(store: Path, tmp
     threads = num_threads()
     with pytest.raises(CorruptFile, match=r"layers\.1\.qkv") as caught:
         load_model(damaged, verify=True)
-    assert caught.value.offset == entry.offset and num_threads() <= threads  # an earlier model may have lost some meanwhile
+    assert (
+        caught.value.offset == entry.offset and num_threads() <= threads
+    )  # an earlier model may have lost some meanwhile
     load_model(damaged).close()
 
 

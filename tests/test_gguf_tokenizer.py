@@ -170,9 +170,13 @@ def test_the_kind_is_known_without_building_the_tokenizer(tmp_path):
     ]
     for checkpoint in checkpoints:
         document = checkpoint.tokenizer_json()
-        assert checkpoint.tokenizer_kind() == json.loads(document)["model"]["type"] == kind_of_tokenizer(document)
-    assert kind_of_tokenizer('{"model": {"vocab": {}, "type": "WordPiece"}}') == "WordPiece"
-    assert kind_of_tokenizer(None) is None
+        assert (
+            checkpoint.tokenizer_kind()
+            == json.loads(document)["model"]["type"]
+            == kind_of_tokenizer(document, tmp_path)
+        )
+    assert kind_of_tokenizer('{"model": {"vocab": {}, "type": "WordPiece"}}', tmp_path) == "WordPiece"
+    assert kind_of_tokenizer(None, tmp_path) is None
     assert opened(tmp_path / "none.gguf").tokenizer_kind() is None
 
 

@@ -1,8 +1,8 @@
 """GGUF metadata and tensor table -> a config with Hugging Face's keys, so that models/families.py reads one vocabulary.
 
 Beyond Hugging Face's keys: ``tidegate_gguf_architecture`` (the name in the file) and ``tidegate_rope_interleaved``: true
-where the rows of q and k are stored for rotating neighbours (2i, 2i+1), which converters do for the llama and granite
-architectures by permuting them, and which is DeepSeek's own order.
+where the rows of q and k are stored for rotating neighbours (2i, 2i+1), which converters do for llama and granitemoe
+by permuting them, and which is DeepSeek's own order.
 
 What GGUF does not store is taken from the tensors (widths, biases, tied output, which layers have experts) or from the
 architecture's contract in transformers (``norm_topk_prob`` of the Qwens, gpt-oss's alternating windows).
@@ -113,9 +113,7 @@ class _Translator:
         scaling: Config = {"rope_type": kind, "factor": factor}
         if original:
             scaling["original_max_position_embeddings"] = original
-        if (
-            frequencies is not None
-        ):  # llama3's scaling, already worked out: divides each frequency, as longrope's factors do
+        if frequencies is not None:  # llama3's scaling, worked out: divides each frequency, as longrope's factors do
             return {"rope_type": "longrope", "factor": 1.0, "attention_factor": 1.0,
                     "short_factor": frequencies, "long_factor": frequencies}  # fmt: skip
         if factors["short"] is not None and factors["long"] is not None:
@@ -322,8 +320,6 @@ def _granite(file: _Translator, config: Config) -> Config:
         "residual_multiplier": file.number("residual_scale", 1.0),
         "logits_scaling": file.number("logit_scale", 1.0),
     }
-    if file.arch == "granite":
-        return {"model_type": "granite", **out}
     out |= {**file.experts("num_local_experts"), "intermediate_size": file.expert_width()}
     shared = file.integer("expert_shared_feed_forward_length", file.rows("ffn_gate_shexp"))
     if shared == 0:
@@ -340,7 +336,6 @@ _ARCHITECTURES: dict[str, Callable[[_Translator, Config], Config]] = {
     "deepseek2": _deepseek2,
     "glm4moe": _glm4_moe,
     "gpt-oss": _gpt_oss,
-    "granite": _granite,
     "granitemoe": _granite,
 }
-_INTERLEAVED = ("llama", "granite", "granitemoe", "deepseek2")
+_INTERLEAVED = ("llama", "granitemoe", "deepseek2")

@@ -17,7 +17,7 @@ _ACTIVATIONS = {
 
 
 LARGEST = (1 << 31) - 1  # of any number in a config
-MOST_LAYERS, MOST_EXPERTS = 10_000, 65_536  # as many as traces can have of a layer
+MOST_LAYERS, MOST_EXPERTS = 4096, 65_536  # as many as traces can have of a layer
 
 
 class ConfigKeys:
