@@ -9,9 +9,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gguf_files import embedding, llama_metadata, quantized, write_gguf
-from tidegate.checkpoint import gguf_header
+from tidegate.checkpoint import gguf_header, gguf_strings
 from tidegate.checkpoint.gguf import GgufCheckpoint
-from tidegate.checkpoint.gguf_header import LazyArray, read_header, string_spans
+from tidegate.checkpoint.gguf_header import LazyArray, read_header
+from tidegate.checkpoint.gguf_strings import string_spans
 from tidegate.errors import BadTensor, CheckpointError, CorruptFile, ReadFailed
 from tidegate.quant import pack
 
@@ -233,7 +234,7 @@ def test_strings_across_windows(tmp_path, monkeypatch):
     path = write_gguf(tmp_path / "w.gguf", "llama", {"t": TOKENS})
     for window, walk in ((64, 64), (1000, 300), (4096, 1 << 17)):
         monkeypatch.setattr(gguf_header, "_WINDOW_BYTES", window)
-        monkeypatch.setattr(gguf_header, "_WALK_BYTES", walk)
+        monkeypatch.setattr(gguf_strings, "_WALK_BYTES", walk)
         assert read_header(path).metadata["t"].load() == TOKENS
 
 

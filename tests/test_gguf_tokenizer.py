@@ -14,7 +14,7 @@ from gguf_files import embedding, llama_metadata, write_gguf
 from smollm2 import gguf_path as smollm2_gguf
 from tidegate.checkpoint.base import kind_of_tokenizer
 from tidegate.checkpoint.gguf import GgufCheckpoint
-from tidegate.checkpoint.gguf_tokenizer import _CUTS
+from tidegate.checkpoint.gguf_cuts import CUTS
 from tidegate.errors import CheckpointError
 from tidegate.models.chat import ChatTemplate
 from tidegate.models.tokenizer import Tokenizer
@@ -128,9 +128,9 @@ def gguf_of(model, path, **more):
     )
 
 
-@pytest.mark.parametrize("cuts", sorted(set(_CUTS.values())))
+@pytest.mark.parametrize("cuts", sorted(set(CUTS.values())))
 def test_byte_level_tokens_are_those_of_the_trained_tokenizer(cuts, tmp_path):
-    names = [name for name, value in _CUTS.items() if value == cuts]
+    names = [name for name, value in CUTS.items() if value == cuts]
     model = byte_level(cuts)
     nfc = tokenizers.normalizers.NFC()
     for name in names:

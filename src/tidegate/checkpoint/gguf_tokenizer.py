@@ -15,61 +15,13 @@ from typing import Any
 
 import numpy as np
 
+from tidegate.checkpoint.gguf_cuts import CUTS, GPT2, LLAMA3_KINDS, NFC, UNNAMED_CUTS
 from tidegate.checkpoint.gguf_header import LazyArray, Value
 from tidegate.errors import CheckpointError
 
 Json = dict[str, Any]
 _NORMAL, _UNKNOWN, _CONTROL, _USER_DEFINED, _UNUSED, _BYTE = 1, 2, 3, 4, 5, 6
 _SPACE = "\u2581"
-
-# How text is cut before merging, as the models' own tokenizers do it. Facts, one per published tokenizer.
-_ENGLISH = "(?i:'s|'t|'re|'ve|'m|'ll|'d)"
-_WHITESPACE = r"\s*[\r\n]+|\s+(?!\S)|\s+"
-# cl100k's rule; llama3, glm4 and qwen2 differ in how many digits stay together.
-_GPT4 = _ENGLISH + r"|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}DIGITS| ?[^\s\p{L}\p{N}]+[\r\n]*|" + _WHITESPACE
-_UPPER, _LOWER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
-_GPT4O = (
-    rf"[^\r\n\p{{L}}\p{{N}}]?{_UPPER}*{_LOWER}+ENGLISH|[^\r\n\p{{L}}\p{{N}}]?{_UPPER}+{_LOWER}*ENGLISH"
-    r"|\p{N}DIGITS| ?[^\s\p{L}\p{N}]+[\r\n/]*|" + _WHITESPACE
-)
-_O200K = _GPT4O.replace("ENGLISH", _ENGLISH + "?").replace("DIGITS", "{1,3}")
-_TEKKEN = _GPT4O.replace("ENGLISH", "").replace("DIGITS", "")
-_LLAMA3 = _GPT4.replace("DIGITS", "{1,3}")
-_QWEN2 = _GPT4.replace("DIGITS", "")
-_QWEN35 = _QWEN2.replace(r"?\p{L}+", r"?[\p{L}\p{M}]+").replace(r"[^\s\p{L}\p{N}]+", r"[^\s\p{L}\p{M}\p{N}]+")
-_DEEPSEEK_V3 = (
-    r"\p{N}{1,3}",
-    "[\u4e00-\u9fa5\u3040-\u309f\u30a0-\u30ff]+",
-    r"[!\"#$%&'()*+,\-./:;<=>?@\[\\\]^_`{|}~][A-Za-z]+|[^\r\n\p{L}\p{P}\p{S}]?[\p{L}\p{M}]+| ?[\p{P}\p{S}]+[\r\n]*|"
-    + _WHITESPACE,
-)
-_HAN_TO_HANGUL = "[\u4e00-\u9fa5\u0800-\u4e00\uac00-\ud7ff]+"
-_DEEPSEEK_LLM = (
-    r"[\r\n]",
-    r"\s?[\p{Lu}\p{Ll}\p{Lt}]+",
-    "\\s?[!-/:-~\uff01-\uff0f\uff1a-\uff5e\u2018-\u201f\u3000-\u3002]+",
-    r"\s+$",
-    _HAN_TO_HANGUL,
-    r"\p{N}+",
-)
-_DEEPSEEK_CODER = (r"[\r\n]", r"\s?\p{L}+", r"\s?\p{P}+", _HAN_TO_HANGUL, r"\p{N}")
-_GPT2, _DIGITS = "gpt2", r"\p{N}"  # "gpt2": the byte-level step's own rule
-
-_CUTS: dict[str, tuple[str, ...]] = {
-    **dict.fromkeys(("gpt-2", "default", "olmo", "dolma", "mpt", "phi-2", "jais", "trillion", "granite-docling"), (_GPT2,)),
-    **dict.fromkeys(("smollm", "starcoder", "refact", "command-r", "codeshell", "exaone", "minerva-7b"), (_DIGITS, _GPT2)),
-    **dict.fromkeys(("llama3", "llama-v3", "llama-bpe", "falcon3", "dbrx", "smaug-bpe", "glm4", "chatglm-bpe"), (_LLAMA3,)),
-    **dict.fromkeys(("qwen2", "deepseek-r1-qwen", "stablelm2", "megrez", "hunyuan", "grok-2"), (_QWEN2,)),
-    **dict.fromkeys(("gpt-4o", "llama4"), (_O200K,)),
-    **dict.fromkeys(("deepseek-v3", "hunyuan-dense"), _DEEPSEEK_V3),
-    "qwen35": (_QWEN35,),
-    "tekken": (_TEKKEN,),
-    "deepseek-llm": _DEEPSEEK_LLM,
-    "deepseek-coder": _DEEPSEEK_CODER,
-}  # fmt: skip
-_LLAMA3_KINDS = ("llama3", "llama-v3", "llama-bpe", "falcon3", "tekken")
-_NFC = ("qwen2", "qwen35", "deepseek-r1-qwen", "olmo", "dolma", "megrez")
-_UNNAMED_CUTS = {"qwen2moe": "qwen2", "qwen3": "qwen2", "qwen3moe": "qwen2"}
 _ENDS = {
     "<|im_end|>", "<|eot_id|>", "<|eom_id|>", "<|end_of_text|>", "<|endoftext|>", "<end_of_turn>", "<|return|>", "<|call|>",
     "<\uff5cend\u2581of\u2581sentence\uff5c>",
@@ -113,7 +65,7 @@ def adds_bos(metadata: Mapping[str, Value]) -> bool:
     value = metadata.get("tokenizer.ggml.add_bos_token")
     if isinstance(value, bool):
         return value
-    return metadata.get("tokenizer.ggml.model") == "llama" or metadata.get("tokenizer.ggml.pre") in _LLAMA3_KINDS
+    return metadata.get("tokenizer.ggml.model") == "llama" or metadata.get("tokenizer.ggml.pre") in LLAMA3_KINDS
 
 
 def token_text(tokens: Sequence[str], token_id: Value | None) -> str | None:
@@ -154,10 +106,10 @@ class _Vocabulary:
         """The name of the rule that cuts text."""
         name = self.metadata.get("tokenizer.ggml.pre")
         if name is None:
-            name = _UNNAMED_CUTS.get(str(self.metadata.get("general.architecture")), "default")
-        if name not in _CUTS:
+            name = UNNAMED_CUTS.get(str(self.metadata.get("general.architecture")), "default")
+        if name not in CUTS:
             raise CheckpointError(
-                f"{self.path}: tokenizer.ggml.pre {name!r} is not supported; supported are {', '.join(_CUTS)}"
+                f"{self.path}: tokenizer.ggml.pre {name!r} is not supported; supported are {', '.join(CUTS)}"
             )
         return str(name)
 
@@ -213,20 +165,20 @@ def _byte_level(vocabulary: _Vocabulary) -> Json:
     if not isinstance(array, LazyArray) or array.kind != "string":
         raise CheckpointError(f"{vocabulary.path}: tokenizer.ggml.merges must be an array of strings")
     name = vocabulary.cut
-    cuts = _CUTS[name]
+    cuts = CUTS[name]
     steps: list[Json] = [
         {"type": "Split", "pattern": {"Regex": regex}, "behavior": "Isolated", "invert": False}
         for regex in cuts
-        if regex != _GPT2
+        if regex != GPT2
     ]
-    steps.append({"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": False, "use_regex": _GPT2 in cuts})
+    steps.append({"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": False, "use_regex": GPT2 in cuts})
     model = _bpe(vocabulary, _split_merges(vocabulary, [str(merge) for merge in array.load()]))
     return {
-        "normalizer": {"type": "NFC"} if name in _NFC else None,
+        "normalizer": {"type": "NFC"} if name in NFC else None,
         "pre_tokenizer": {"type": "Sequence", "pretokenizers": steps},
         "post_processor": None,
         "decoder": {"type": "ByteLevel", "add_prefix_space": True, "trim_offsets": True, "use_regex": True},
-        "model": {**model, "ignore_merges": name in _LLAMA3_KINDS},
+        "model": {**model, "ignore_merges": name in LLAMA3_KINDS},
     }
 
 
