@@ -1,3 +1,4 @@
+// Latent attention: a product a head before and behind attend_cached.
 #include <algorithm>
 #include <cstring>
 #include <stdexcept>
@@ -12,7 +13,6 @@ namespace {
 
 // Absorbed queries and attended latents of many heads are large, so tokens go in passes of at most about this many bytes.
 constexpr std::int64_t kPassBytes = 16 << 20;
-constexpr std::int64_t kChunkBytes = 96 << 10;  // weights that one item of a product reads
 
 void require(bool good, const char* what) {
   if (!good) throw std::invalid_argument(std::string("latent attention: ") + what);

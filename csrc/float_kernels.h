@@ -1,5 +1,5 @@
-// The float32 kernels behind norm, rope, attention, routing and sampling: one table an instruction set. All of them compute
-// the same bits. They know nothing of threads, pages or layers; norm.cc, attention.cc, route.cc and sample.cc call them.
+// The float32 kernels behind norm, rope, attention and routing: one table an instruction set. All of them compute the same
+// bits. They know nothing of threads, pages or layers; norm.cc, attention*.cc and route.cc call them.
 #pragma once
 #include <cstdint>
 

@@ -7,9 +7,6 @@
 namespace tidegate {
 namespace {
 
-// A chunk of work reads about this much, or computes as long as reading it takes: long enough to hide the claim and the
-// first misses, short enough to share fairly.
-constexpr std::int64_t kChunkBytes = 96 << 10;
 // Up to this many tokens the weights are streamed, one panel at a time.
 constexpr std::int64_t kStreamTokens = 2;
 // Up to about this many tokens a product waits for memory; beyond, its time grows with the tokens.

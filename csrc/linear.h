@@ -7,6 +7,10 @@
 
 namespace tidegate {
 
+// What a chunk of work in a product reads, or computes as long as reading it takes: long enough to hide the claim and the first
+// misses, short enough to share fairly.
+inline constexpr std::int64_t kChunkBytes = 96 << 10;
+
 // Inputs of many tokens prepared for one weight format: full tiles, and a last one with the rest.
 class PreparedRows {
  public:

@@ -8,8 +8,6 @@
 namespace tidegate {
 namespace {
 
-// As in linear.cc: a work item should read about this much.
-constexpr std::int64_t kChunkBytes = 96 << 10;
 // Experts are computed together until they have this many pairs, which bounds the memory for gathered inputs.
 constexpr std::int64_t kBatchPairs = 1024;
 // Rows of the hidden layer that are computed, activated and prepared together. Gate and up are two places in memory, and each

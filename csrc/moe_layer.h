@@ -26,11 +26,11 @@ struct MoeLayer {
 
 // A layer's rows after their router: what it saw and chose, and what experts made of that.
 struct Routed {
-  Matrix normed;                 // [T, D]
-  std::vector<std::int32_t> ids;  // [T, K]
-  std::vector<float> weights;     // [T, K]
+  Matrix normed;                  // [T, D]
+  std::vector<std::int32_t> ids;  // [T, K], as `weights`
+  std::vector<float> weights;
   std::vector<int> needed;        // the experts, ascending
-  int failed_slot = -1;           // its load has failed, and the cache has forgotten it
+  int failed_slot = -1;           // its load has failed, and the cache has forgotten the expert
   std::optional<Matrix> shared;   // [T, D] of the shared expert, if there is one
   std::optional<Matrix> out;      // [T, D], the experts' sum; none if the cache does not serve such steps, or a load has failed
 };

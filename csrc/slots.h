@@ -1,4 +1,4 @@
-// How compute waits for an expert that may still be loading. Implemented by the loader, used by the MoE call.
+// How compute waits for an expert that may still be loading. Implemented by the loader, used by MoeStep.
 #pragma once
 #include <cstdint>
 
@@ -8,7 +8,7 @@ class SlotSource {
  public:
   virtual ~SlotSource() = default;
   // Blocks until the slot is ready and returns its first byte; nullptr if its load failed (details stay in the source).
-  // Called from the thread that runs the MoE call; brief spin, then sleep.
+  // Called from the thread that runs the step; spins briefly, then sleeps.
   virtual const std::uint8_t* wait_ready(int slot) = 0;
   // True if wait_ready would not block.
   virtual bool is_ready(int slot) const = 0;

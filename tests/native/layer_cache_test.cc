@@ -38,7 +38,7 @@ struct BlobFile {
 struct Model {
   BlobFile file;
   std::unique_ptr<std::uint8_t, decltype(&std::free)> memory{
-      static_cast<std::uint8_t*>(std::aligned_alloc(4096, kLayers * kSlots * kBlobBytes)), &std::free};
+      static_cast<std::uint8_t*>(std::aligned_alloc(4096, kLayers * kExperts * kBlobBytes)), &std::free};
   std::unique_ptr<Loader> loader;
   std::unique_ptr<ExpertLoads> loads;
   CacheCounts counts;
@@ -47,9 +47,10 @@ struct Model {
   std::vector<std::unique_ptr<Uses>> uses;
   std::vector<std::unique_ptr<LayerCache>> caches;
 
-  Model(const Faults& faults, Worth worth) {
+  // With a slot for every expert none is ever evicted, and nobody counts their uses.
+  Model(const Faults& faults, Worth worth, int num_slots) {
     std::vector<std::uint8_t*> slots;
-    for (int i = 0; i < kLayers * kSlots; ++i) slots.push_back(memory.get() + i * kBlobBytes);
+    for (int i = 0; i < kLayers * num_slots; ++i) slots.push_back(memory.get() + i * kBlobBytes);
     auto files = std::make_shared<FileSet>(std::vector<std::string>{file.path}, std::make_shared<FaultyReader>(faults), false);
     loader = std::make_unique<Loader>(files, slots, kBlobBytes, LoaderOptions{2, 4096, false});
     loads = std::make_unique<ExpertLoads>(*loader);
@@ -58,11 +59,12 @@ struct Model {
       for (int e = 0; e < kExperts; ++e)
         experts.push_back({0, (layer * kExperts + e) * kBlobBytes, kBlobBytes, 0, true, layer, e});
       loads->add_layer(experts);
-      books.push_back(std::make_unique<LayerBook>(kExperts, layer * kSlots, kSlots));
+      books.push_back(std::make_unique<LayerBook>(kExperts, layer * num_slots, num_slots));
       uses.push_back(std::make_unique<Uses>(worth, kExperts, 16.0));
       const double always_used = worth == Worth::decayed_uses ? 23.0 : 1e300;
       caches.push_back(std::make_unique<LayerCache>(LayerCache::Parts{layer, books.back().get(), loads.get(), &counts,
-                                                                      uses.back().get(), &ranks, always_used}));
+                                                                      num_slots < kExperts ? uses.back().get() : nullptr,
+                                                                      num_slots < kExperts ? &ranks : nullptr, always_used}));
     }
   }
 
@@ -78,14 +80,15 @@ struct Model {
   }
 
   bool has_failed_slot() const {
-    for (int slot = 0; slot < kLayers * kSlots; ++slot)
+    for (int slot = 0; slot < kLayers * books[0]->capacity(); ++slot)
       if (loader->state(slot) == SlotState::kFailed) return true;
     return false;
   }
 };
 
-void steps(Worth worth, std::int64_t fail_at) {
-  Model model({.seed = 3, .max_delay_us = 30, .fail_at = fail_at}, worth);
+void steps(Worth worth, std::int64_t fail_at, int num_slots = kSlots) {
+  const bool evicts = num_slots < kExperts;
+  Model model({.seed = 3, .max_delay_us = 30, .fail_at = fail_at}, worth, num_slots);
   Random random{static_cast<std::uint64_t>(worth) + 1};
   std::int64_t used = 0, failed = 0;
   std::vector<int> next[kLayers];
@@ -98,7 +101,7 @@ void steps(Worth worth, std::int64_t fail_at) {
         if (std::find(needed.begin(), needed.end(), expert) == needed.end()) needed.push_back(expert);
       }
       std::sort(needed.begin(), needed.end());
-      check(cache.serves(needed, 1) && !cache.serves(needed, 17), "steps of few tokens are served");
+      check(cache.serves(needed, 1) && cache.serves(needed, 17) != evicts, "steps of few tokens are served");
       cache.visit(needed);
       cache.cancel_refuted();
       // Half of the guesses at the next layer are right.
@@ -112,12 +115,14 @@ void steps(Worth worth, std::int64_t fail_at) {
       cache.leave(needed);
       check(is_whole || model.has_failed_slot(), "why a load failed can still be told");
       const LayerBook& book = cache.book();
-      check(book.num_pinned() == 0 && book.capacity() == kSlots, "no pin and no slot is lost");
+      check(book.num_pinned() == 0 && book.capacity() == num_slots, "no pin and no slot is lost");
       for (const int expert : needed) check(!is_whole || (book.is_here(expert) && !book.is_unused(expert)), "what was used is here");
     }
   const CacheCounts& c = model.counts;
   check(c.demand_hits + c.prefetch_hits + c.misses == used, "every use is counted once");
-  check(c.prefetch_issued >= c.prefetch_hits + c.prefetch_wasted && c.prefetch_hits > 0 && c.prefetch_wasted > 0, "prefetches");
+  check(c.prefetch_issued >= c.prefetch_hits + c.prefetch_wasted && c.prefetch_hits > 0, "prefetches");
+  check((c.prefetch_wasted > 0 && c.evictions > 0) || !evicts, "evictions");
+  check(c.evictions == 0 || evicts, "a slot for every expert");
   check((failed > 0) == (fail_at >= 0), "failed reads");
   model.loader->close();
 }
@@ -127,6 +132,7 @@ void steps(Worth worth, std::int64_t fail_at) {
 int main() {
   for (const Worth worth : {Worth::decayed_uses, Worth::last_use, Worth::uses, Worth::uses_over_age}) steps(worth, -1);
   steps(Worth::decayed_uses, 100);
+  for (const int fail_at : {-1, 5}) steps(Worth::uses, fail_at, kExperts);
   std::puts("layer cache: ok");
   return 0;
 }

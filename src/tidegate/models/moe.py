@@ -9,7 +9,8 @@
 
 Experts outer, tokens inner: however many tokens the step has, an expert is loaded once for all of them. When the layer
 needs more experts than it has slots, the cache yields them in several placements, and each slot is reused only after
-the backend has moved on to the next. Where nobody looks on but sights, steps of few tokens are one call of the backend.
+the backend has moved on to the next. Where nobody looks on but sights, steps of few tokens are one call of the backend,
+and so are all steps where every expert has a slot.
 
 T tokens of the step, D hidden, K experts per token.
 """
