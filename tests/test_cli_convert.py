@@ -67,6 +67,10 @@ def test_ctrl_c_says_that_the_same_command_goes_on(tmp_path, monkeypatch, capsys
         signal.raise_signal(signal.SIGINT)
 
     monkeypatch.setattr(Progress, "__call__", interrupted)
+    monkeypatch.setenv("TIDEGATE_CACHE", str(tmp_path / "cache"))
+    assert main(["run", str(checkpoints.checkpoint("olmoe")), "hello"]) == 130
+    assert "the cache keeps what is done, the same command goes on" in capsys.readouterr().err
+    shutil.rmtree(tmp_path / "cache")
     assert main(["convert", str(checkpoints.checkpoint("olmoe")), str(tmp_path / "dst")]) == 130
     assert "dst.partial keeps what is done, the same command goes on" in capsys.readouterr().err
     monkeypatch.undo()

@@ -141,6 +141,7 @@ def test_a_predictor_is_fitted_scored_and_simulated(capsys, tmp_path, kind) -> N
         (["simulate", TRACE, *SIZE, "--slots", "8", "--plot", "x.svg"], "ends in .png"),
         (["simulate", TRACE, *SIZE, "--slots", "8", "--plot", "/no/such/x.png"], "there is no folder /no/such"),
         (["simulate", "none.trace", *SIZE, "--slots", "8"], "no such trace"),
+        (["analyze", TRACE, "--report", TRACE], "is a file; name a folder"),
         (["fit-predictor", TRACE, "--kind", "magic", "-o", "x"], "--kind 'magic'"),
         (["fit-predictor", TRACE, "--kind", "next-gate", "-o", "x"], "--sketch"),
         (["fit-predictor", TRACE, "--kind", "decayed", "-o", "x", "--slots", "40"], "--slots 40"),

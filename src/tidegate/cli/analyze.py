@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Annotated, Any
 
 from tidegate.cli.arguments import Argument, Flag
+from tidegate.errors import UsageError
 from tidegate.experts.trace import TraceReader
 from tidegate.sim.analyze import analyze
 from tidegate.terminal import table
@@ -20,6 +21,8 @@ def command(
     as_json: Annotated[bool, Flag("--json", help="Print one JSON object.")] = False,
 ) -> int:
     """Ends with a verdict: whether the model suits running from disk, and why."""
+    if report is not None and report.exists() and not report.is_dir():
+        raise UsageError(f"--report {report}: is a file; name a folder")
     rows, facts = analyze(TraceReader(trace), tokens, curve_tokens)
     page = None
     if report is not None:
