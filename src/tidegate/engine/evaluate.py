@@ -93,8 +93,10 @@ class Agreement:
 
 
 def shorten(model: Model, text: str, max_tokens: int) -> str:
-    """The longest prefix of the text that has at most ``max_tokens`` tokens."""
-    low, high = 0, len(text)
+    """The longest prefix of the text that has at most ``max_tokens`` tokens. What is far behind it is not looked at."""
+    low, high = 0, min(len(text), 4 * max_tokens)
+    while high < len(text) and len(model.encode(text[:high])) <= max_tokens:
+        low, high = high, min(len(text), 2 * high)
     middle = high
     while low < high:
         if len(model.encode(text[:middle])) <= max_tokens:
