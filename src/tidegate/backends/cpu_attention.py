@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 
 import numpy as np
@@ -11,7 +11,7 @@ from tidegate import _core
 from tidegate._core import Matrix
 from tidegate.backends.base import Gate, Ranking
 from tidegate.backends.cpu_linear import LinearOps, native_activation
-from tidegate.backends.handles import Handles
+from tidegate.backends.handles import kept
 from tidegate.backends.operands import (
     AttentionHalf,
     AttentionWeights,
@@ -29,9 +29,9 @@ from tidegate.backends.operands import (
 )
 from tidegate.quant.layout import ExpertLayout
 
-_Norms = Handles[Norm, _core.NormWeights]
-_Ropes = Handles[Rope, _core.RopeTable]
-_Packed = Handles[Linear, _core.PackedMatrix]
+_Norms = Callable[[Norm], _core.NormWeights]
+_Ropes = Callable[[Rope], _core.RopeTable]
+_Packed = Callable[[Linear], _core.PackedMatrix]
 
 
 class _NativeGate(Gate[Matrix]):
@@ -57,13 +57,13 @@ class AttentionOps(LinearOps):
     def __init__(self, compute: _core.Compute) -> None:
         super().__init__(compute)
         # What makes a handle is given others, not the backend: so nothing keeps its threads alive but its user.
-        norm, rope, packed = Handles(_norm_weights), Handles(_rope_table), self.packed
-        self._norm, self._router = norm, Handles(_router_params)
-        self._grouped = Handles(partial(_grouped_attention, norm, rope))
-        self._latent = Handles(partial(_latent_attention, norm, rope, packed))
-        self._half = Handles(partial(_attention_half, norm, packed, self._grouped))
-        self._moe_layer = Handles(partial(_moe_layer, norm, packed, self._router, self._layout))
-        self._layers = Handles(partial(_layers, self._half, self._moe_layer))
+        norm, rope, packed = kept(_norm_weights), kept(_rope_table), self.packed
+        self._norm, self._router = norm, kept(_router_params)
+        self._grouped = kept(partial(_grouped_attention, norm, rope))
+        self._latent = kept(partial(_latent_attention, norm, rope, packed))
+        self._half = kept(partial(_attention_half, norm, packed, self._grouped))
+        self._moe_layer = kept(partial(_moe_layer, norm, packed, self._router, self._layout))
+        self._layers = kept(partial(_layers, self._half, self._moe_layer))
 
     def bind_kv(self, layout: KvLayout, pages: ByteArray) -> None:
         assert layout.page_tokens == _core.PAGE_TOKENS, f"the cpu backend has pages of {_core.PAGE_TOKENS} positions"
@@ -191,7 +191,7 @@ def _latent_attention(norm: _Norms, rope: _Ropes, packed: _Packed, weights: Atte
 
 
 def _attention_half(
-    norm: _Norms, packed: _Packed, grouped: Handles[AttentionWeights, _core.GroupedAttention], half: AttentionHalf
+    norm: _Norms, packed: _Packed, grouped: Callable[[AttentionWeights], _core.GroupedAttention], half: AttentionHalf
 ) -> _core.AttentionHalf:
     return _core.AttentionHalf(norm(half.norm), packed(half.qkv), grouped(half.attention), packed(half.out))
 
@@ -199,8 +199,8 @@ def _attention_half(
 def _moe_layer(
     norm: _Norms,
     packed: _Packed,
-    router: Handles[Router, _core.RouterParams],
-    layout: Handles[ExpertLayout, _core.ExpertLayout],
+    router: Callable[[Router], _core.RouterParams],
+    layout: Callable[[ExpertLayout], _core.ExpertLayout],
     layer: MoeLayer,
 ) -> _core.MoeLayer:
     return _core.MoeLayer(
@@ -214,8 +214,8 @@ def _moe_layer(
 
 
 def _layers(
-    half: Handles[AttentionHalf, _core.AttentionHalf],
-    moe: Handles[MoeLayer, _core.MoeLayer],
+    half: Callable[[AttentionHalf], _core.AttentionHalf],
+    moe: Callable[[MoeLayer], _core.MoeLayer],
     layers: tuple[DecoderLayer, ...],
 ) -> _core.Layers:
     return _core.Layers([_core.DecoderLayer(half(one.attention), moe(one.moe), one.cache) for one in layers])

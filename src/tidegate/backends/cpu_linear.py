@@ -8,7 +8,7 @@ from functools import cache
 from tidegate import _core
 from tidegate._core import Matrix
 from tidegate.backends.base import Backend
-from tidegate.backends.handles import Handles
+from tidegate.backends.handles import kept
 from tidegate.backends.operands import ExpertSlots, F32Array, Linear, Norm, Routing, StepBatch
 from tidegate.experts.base import Placement
 from tidegate.quant.layout import ExpertLayout
@@ -20,8 +20,8 @@ class LinearOps(Backend[Matrix]):
 
     def __init__(self, compute: _core.Compute) -> None:
         self.compute = compute
-        self.packed = Handles(_packed_matrix)
-        self._layout = Handles(_expert_layout)
+        self.packed = kept(_packed_matrix)
+        self._layout = kept(_expert_layout)
         self._batch: StepBatch
 
     def embed(self, table: Linear, multiplier: float) -> Matrix:
