@@ -182,6 +182,10 @@ class Backend(ABC, Generic[A]):
         """A copy as float32 [T, D], for traces and tests: slow."""
         return np.array(x, np.float32)
 
+    def view(self, x: A) -> F32Array:
+        """The same to be read at once, before anything else is computed; no copy where there need be none."""
+        return self.numpy(x)
+
     @abstractmethod
     def logits(self, x: A, norm: Norm, head: Linear, divisor: float) -> F32Array:
         """[T, D] -> float32 [R, V] of the step's logit rows: norm, head, divide. A plain numpy array owned by the caller

@@ -36,7 +36,10 @@ class CpuBackend(AttentionOps):
         self.compute.release(mark)
 
     def numpy(self, x: _core.Matrix) -> F32Array:
-        return np.array(self.compute.numpy(x))
+        return np.array(self.view(x))
+
+    def view(self, x: _core.Matrix) -> F32Array:
+        return self.compute.numpy(x)
 
     @property
     def workspace_peak_bytes(self) -> int:

@@ -57,8 +57,13 @@ def command(
 
 def _record(path: str, texts: list[Path], output: Path, answer: int, sketch: int, options: dict[str, Any]) -> None:
     from tidegate.engine.model import load  # noqa: PLC0415  (an import needs no engine)
+    from tidegate.engine.needs import DEFAULT_CHUNK_TOKENS  # noqa: PLC0415
+    from tidegate.experts.trace import take_sketch_memory  # noqa: PLC0415
 
     contents = [read_utf8(text) for text in texts]
+    if sketch:  # which the plan does not count: little of it then, and what can be before the plan
+        take_sketch_memory(sketch)
+        options.setdefault("prefill_chunk", DEFAULT_CHUNK_TOKENS)
     with converting(path) as progress:
         model = load(path, progress=progress, **options)
     with model, model.trace(output, path, sketch) as writer, counted("tokens read") as recorded:

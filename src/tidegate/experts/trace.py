@@ -108,6 +108,11 @@ class Sketcher:
         return sketch
 
 
+def take_sketch_memory(sketch_dims: int) -> None:
+    """What numpy takes once for random numbers and products, now: a plan that is made afterwards finds it in the process."""
+    Sketcher(sketch_dims)(np.zeros((256, 1024), np.float32))
+
+
 class TraceWriter:
     """Streams a trace to ``path``: chunks of CHUNK_ROWS rows or CHUNK_BYTES as members of a zip file, so memory stays bounded; it
     comes out of the plan's headroom.
@@ -125,8 +130,7 @@ class TraceWriter:
         self._expert_dtype = np.uint8 if meta.num_experts <= 256 else np.uint16
         self._done: list[_Rows] = []
         self._step: _Rows = {}
-        self._layers: list[tuple[Array, Array, Array]] = []
-        self._guesses, self._margins = np.empty(0, self._expert_dtype), np.empty(0, np.float16)
+        self._num_layers = 0  # that were recorded of the step
         self._sketcher = Sketcher(meta.sketch_dims)
         self._num_rows = self._num_bytes = self._num_steps = self._num_chunks = 0
 
@@ -143,35 +147,38 @@ class TraceWriter:
     def begin_step(self, sequence_T: Array, position_T: Array, token_T: Array) -> None:
         """Rows of the forward pass that starts now (copied)."""
         columns = {"sequence": sequence_T, "position": position_T, "token": token_T}
-        self._step = {name: np.array(values, np.int32) for name, values in columns.items()}
-        self._layers = []
-        meta = self.meta
-        shape = (len(self._step["token"]), meta.num_layers, meta.guess_reach, meta.guess_width)
-        self._guesses, self._margins = np.zeros(shape, self._expert_dtype), np.full(shape, np.nan, np.float16)
+        meta, shape = self.meta, (len(token_T), self.meta.num_layers)
+        guessed = (*shape, meta.guess_reach, meta.guess_width)
+        self._num_layers = 0
+        self._step = {
+            "step": np.full(len(token_T), self._num_steps, np.int32),
+            **{name: np.array(values, np.int32) for name, values in columns.items()},
+            "experts": np.empty((*shape, meta.num_experts_per_tok), self._expert_dtype),
+            "weights": np.empty((*shape, meta.num_experts_per_tok), np.float16),
+            "sketch": np.empty((*shape, meta.sketch_dims), np.float16),
+            "guesses": np.zeros(guessed, self._expert_dtype),
+            "margins": np.full(guessed, np.nan, np.float16),
+        }
 
     def record(self, topk_expert_ids_TK: Array, topk_weights_TK: Array, hidden_TD: Array | None = None) -> None:
         """Routing of the next MoE layer of the current step, and what its router saw (all copied)."""
-        ids, weights = topk_expert_ids_TK.astype(self._expert_dtype), topk_weights_TK.astype(np.float16)
+        step, layer = self._step, self._num_layers
+        step["experts"][:, layer], step["weights"][:, layer] = topk_expert_ids_TK, topk_weights_TK
         if self.wants_hidden:
             assert hidden_TD is not None
-            sketch = self._sketcher(hidden_TD)
-        else:
-            sketch = np.empty((len(ids), 0), np.float16)
-        self._layers.append((ids, weights, sketch))
+            step["sketch"][:, layer] = self._sketcher(hidden_TD)
+        self._num_layers += 1
 
     def record_guess(self, guess: RecordedGuess) -> None:
         """What prefetch takes a layer to choose (copied)."""
         width = len(guess.experts_TG[0])
-        self._guesses[:, guess.layer, guess.distance, :width] = guess.experts_TG
-        self._margins[:, guess.layer, guess.distance, :width] = guess.margins_TG
+        self._step["guesses"][:, guess.layer, guess.distance, :width] = guess.experts_TG
+        self._step["margins"][:, guess.layer, guess.distance, :width] = guess.margins_TG
 
     def end_step(self) -> None:
         """Close the step; writes a chunk when enough rows have come together."""
-        assert len(self._layers) == self.meta.num_layers, (len(self._layers), self.meta.num_layers)
-        stacked = (np.stack(parts, axis=1) for parts in zip(*self._layers, strict=True))
-        step = np.full(len(self._step["token"]), self._num_steps, np.int32)
-        routed = dict(zip(("experts", "weights", "sketch"), stacked, strict=True))
-        self._add({"step": step, **self._step, **routed, "guesses": self._guesses, "margins": self._margins})
+        assert self._num_layers == self.meta.num_layers, (self._num_layers, self.meta.num_layers)
+        self._add(self._step)
         self._num_steps += 1
 
     def extend(self, chunk: TraceChunk) -> None:

@@ -189,7 +189,7 @@ class MoeBlock(Generic[A]):
                 return self._visit(x, Routing(*more.routing()))
         x, routing = backend.norm_route(x, weights.norm, weights.router)
         if experts.trace is not None:
-            hidden_TD = backend.numpy(x) if experts.trace.wants_hidden else None
+            hidden_TD = backend.view(x) if experts.trace.wants_hidden else None
             experts.trace.record(routing.topk_expert_ids_TK, routing.topk_weights_TK, hidden_TD)
         return self._visit(x, routing)
 
@@ -230,7 +230,7 @@ class MoeBlock(Generic[A]):
         experts, backend, layer = self._experts, self._backend, self._weights.layer
         foreseer = experts.foreseer
         if foreseer is not None:
-            sketch_TS = foreseer.sketch(backend.numpy(x)) if foreseer.wants_sketch else None
+            sketch_TS = foreseer.sketch(backend.view(x)) if foreseer.wants_sketch else None
             foreseer.after_route(layer, needed, routing.topk_expert_ids_TK, sketch_TS)
         if experts.lookahead is not None:
             experts.lookahead.after_route(layer, needed)
