@@ -176,6 +176,16 @@ def test_work_of_others_is_seen() -> None:
     assert ratio > 0.1 / os.cpu_count()
 
 
+def test_a_result_that_could_not_be_kept_is_not_measured(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("TIDEGATE_CACHE", str(tmp_path / "file" / "cache"))
+    monkeypatch.setattr(command_module, "measure_machine", lambda path, threads: pytest.fail("was measured"))
+    assert main(["hardware", str(tmp_path)]) == 2
+    assert "set TIDEGATE_CACHE" in capsys.readouterr().err
+
+
 def test_a_busy_machine_is_measured_again_and_its_result_not_kept(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

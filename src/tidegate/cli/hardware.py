@@ -33,7 +33,7 @@ def command(
     as_json: Annotated[bool, Flag("--json", help="Print one JSON object.")] = False,
 ) -> int:
     """Takes under 20 seconds. A result taken while others computed is shown, but not kept: exit code 1."""
-    where = _file_to_read(path)
+    where = _file_to_read(path, _writable_cache())
     machine: Machine | None = None
     print("measuring memory, kernels, disk and engine for up to 20 seconds", file=sys.stderr, flush=True)
     for number in range(TRIES):
@@ -65,12 +65,22 @@ def _unrest(machine: Machine) -> float:
     return max(machine.busy_ratio / MOST_BUSY_RATIO, machine.drift_ratio / MOST_DRIFT_RATIO)
 
 
-def _file_to_read(name: str | None) -> Path:
-    """A store's experts, a model's largest file, or a folder to write to."""
-    if name is None:
-        folder = cache_folder()
+def _writable_cache() -> Path:
+    """Where the result will be kept. Raises UsageError if it could not."""
+    folder = cache_folder()
+    try:
         folder.mkdir(parents=True, exist_ok=True)
-        return folder
+    except OSError as error:
+        raise UsageError(f"{folder}: cannot be made: {error.strerror}; set TIDEGATE_CACHE") from None
+    if not os.access(folder, os.W_OK):
+        raise UsageError(f"{folder}: cannot be written to; set TIDEGATE_CACHE")
+    return folder
+
+
+def _file_to_read(name: str | None, cache: Path) -> Path:
+    """A store's experts, a model's largest file, or a folder to write to: the ``cache``, if none is named."""
+    if name is None:
+        return cache
     path = BUILTIN_STORE if name == BUILTIN_NAME else Path(name).expanduser()
     if path.is_file():
         return path
