@@ -36,7 +36,7 @@ def format_bytes(value: int) -> str:
     """Three significant digits with a binary unit: ``1.50 GiB``, ``312 MiB``, ``17 B``."""
     size = float(value)
     for unit in ("B", "KiB", "MiB", "GiB", "TiB"):
-        if abs(size) < 1000 or unit == "TiB":
+        if abs(size) < 999.5 or unit == "TiB":
             break
         size /= 1024
     if unit == "B":
@@ -47,13 +47,14 @@ def format_bytes(value: int) -> str:
 
 def format_seconds(value_s: float) -> str:
     """A duration for people: ``850 us``, ``12.3 ms``, ``4.20 s``, ``3 min 05 s``."""
-    if value_s < 1e-3:
+    if value_s < 999.5e-6:  # what would be rounded up to 1000 us is 1.0 ms, and so on
         return f"{value_s * 1e6:.0f} us"
-    if value_s < 1:
+    if value_s < 0.99995:
         return f"{value_s * 1e3:.1f} ms"
-    if value_s < 60:
+    if value_s < 59.995:
         return f"{value_s:.2f} s"
-    return f"{int(value_s // 60)} min {int(value_s % 60):02d} s"
+    minutes, seconds = divmod(round(value_s), 60)
+    return f"{minutes} min {seconds:02d} s"
 
 
 def align_up(value: int, alignment: int) -> int:
