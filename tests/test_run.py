@@ -247,6 +247,16 @@ def test_ctrl_c_in_a_chat_stops_the_answer_and_not_the_program(terminal: Termina
     assert "Traceback" not in terminal.seen
 
 
+def test_a_long_prompt_says_how_far_it_has_been_read(terminal: Terminal) -> None:
+    terminal.wait_for(r"> $")
+    terminal.send("hello " * 100 + "\n")
+    terminal.wait_for(r"reading the prompt: 64 tokens")
+    terminal.wait_for(r"reading the prompt: 128 tokens")
+    terminal.wait_for(r"\r\x1b\[K[^\r]*\S")  # the line is gone, the answer begins
+    terminal.send("\x03")
+    terminal.wait_for(r"\n> $")
+
+
 def test_ctrl_d_leaves_a_chat(terminal: Terminal) -> None:
     terminal.wait_for(r"> $")
     terminal.send("\x04")

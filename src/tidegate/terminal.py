@@ -65,6 +65,13 @@ class StatusLine:
         self._stream.write(f"\r\x1b[K{text}\n")
         self._draw()
 
+    def clear(self) -> None:
+        """Take the line away, as if nothing had been shown."""
+        if self._text:
+            self._stream.write("\r\x1b[K")
+            self._stream.flush()
+            self._text = ""
+
     def close(self) -> None:
         """Draw the last text and end the line, if anything was shown."""
         if self._text:
