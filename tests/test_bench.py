@@ -51,8 +51,11 @@ def test_the_counters_add_up_and_the_probe_of_the_disk_is_not_among_them(store: 
     assert data["active_bytes_per_token"] < needs.dense_bytes + needs.num_layers * needs.num_experts * needs.slot_bytes
 
 
-@pytest.mark.parametrize(("tokens", "prefill"), [(TOKENS[:5], 5), (TOKENS, 0), (TOKENS * 10, 40)])
-def test_too_few_or_too_many_tokens_are_refused(store: Path, tokens: list[int], prefill: int) -> None:
+@pytest.mark.parametrize(
+    ("tokens", "prefill"),
+    [(TOKENS[:5], 5), (TOKENS, 0), (TOKENS * 10, 40), ([*TOKENS[:-1], 1 << 20], 40), ([-1, *TOKENS], 40)],
+)
+def test_too_few_too_many_and_unknown_tokens_are_refused(store: Path, tokens: list[int], prefill: int) -> None:
     with load_model(store) as model:
         card = bench.make_card(model.runtime, 1)
         with pytest.raises(UsageError):

@@ -12,7 +12,7 @@ from typing import Any
 from tidegate.config import SamplingOptions
 from tidegate.engine.build import Runtime
 from tidegate.engine.engine import StepTimes
-from tidegate.engine.sequence import Sequence
+from tidegate.engine.sequence import Sequence, check_token_ids
 from tidegate.errors import UsageError
 from tidegate.experts.base import CacheCounters
 from tidegate.hardware import Rates, disk_rate, memory_rate
@@ -170,12 +170,13 @@ def measure(
 ) -> Measurement:
     """Compute the first ``prefill_tokens`` as a prompt and the rest one by one; ``margins`` cost a little time.
 
-    Raises UsageError for too few tokens or a context that is too short, ReadFailed or CorruptFile.
+    Raises UsageError for too few tokens, one that the vocabulary lacks, or too short a context; ReadFailed or CorruptFile.
     """
     if not 0 < prefill_tokens < len(token_ids):
         raise UsageError(f"{len(token_ids)} tokens of text: more than the {prefill_tokens} of the prompt are needed")
     if len(token_ids) > runtime.sizes.context_tokens:
         raise UsageError(f"{len(token_ids)} tokens: more than the context of {runtime.sizes.context_tokens}")
+    check_token_ids(token_ids, runtime.config.vocab_size)
     engine, decoded = runtime.engine, token_ids[prefill_tokens:]
     sampling = SamplingOptions(ignore_eos=True, logprobs=2 if margins else None)
     sequence = Sequence(0, token_ids[:prefill_tokens], len(decoded) + 1, sampling)

@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 from tidegate.checkpoint.convert import Progress
 from tidegate.config import EngineOptions, SamplingOptions, parse_options
 from tidegate.engine.build import Runtime, build
-from tidegate.engine.sequence import Sampled, Sequence
+from tidegate.engine.sequence import Sampled, Sequence, check_token_ids
 from tidegate.engine.source import open_store
 from tidegate.errors import UsageError
 from tidegate.experts.gates_file import fingerprint
@@ -224,10 +224,7 @@ class Model:
     def _checked(self, ids: list[int]) -> list[int]:
         if not ids:
             raise UsageError("the prompt is empty")
-        size = self._runtime.config.vocab_size
-        wrong = next((i for i in ids if not 0 <= i < size), None)
-        if wrong is not None:
-            raise UsageError(f"token id {wrong}: the vocabulary has ids 0 to {size - 1}")
+        check_token_ids(ids, self._runtime.config.vocab_size)
         return ids
 
     def _new_id(self) -> int:

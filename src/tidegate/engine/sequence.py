@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Literal
 
@@ -12,7 +13,7 @@ from numpy.typing import NDArray
 
 from tidegate.config import SamplingOptions
 from tidegate.engine.text import TextStream
-from tidegate.errors import TidegateError
+from tidegate.errors import TidegateError, UsageError
 
 _NO_PAGES = np.empty(0, np.int32)
 FinishReason = Literal["stop", "length", "cancelled", "error", "scored"]
@@ -25,6 +26,13 @@ class Sampled:
     token_id: int
     logprob: float | None = None
     top: tuple[tuple[int, float], ...] = ()
+
+
+def check_token_ids(token_ids: Iterable[int], vocab_size: int) -> None:
+    """Raises UsageError for one that the vocabulary lacks."""
+    wrong = next((token for token in token_ids if not 0 <= token < vocab_size), None)
+    if wrong is not None:
+        raise UsageError(f"token id {wrong}: the vocabulary has ids 0 to {vocab_size - 1}")
 
 
 class Sequence:

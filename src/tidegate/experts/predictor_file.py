@@ -77,7 +77,7 @@ class PredictorSource:
                 nbytes = sum(info.file_size for info in file.infolist())
                 with file.open("meta.npy") as member:
                     data = json.loads(np.lib.format.read_array(member, allow_pickle=False).tobytes())
-            version, kind = data["version"], data["kind"]
+            version, kind = data["version"], str(data["kind"])
             layers, experts, sketch = (int(data.get(name, 0)) for name in ("num_layers", "num_experts", "sketch_dims"))
         except FileNotFoundError:
             raise UsageError(f"--predictor {path}: no such file; make one with tidegate fit-predictor") from None
