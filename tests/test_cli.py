@@ -75,6 +75,25 @@ def test_mistakes_are_one_line_and_exit_code_2_or_1(arguments: list[str], said: 
     assert len(lines) == 1 and lines[0].startswith("tidegate: error: ") and said.lower() in lines[0].lower(), lines
 
 
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (
+            ["bench", "builtin", "--prefill", "5000"],
+            "--prefill 5000 and --decode 64: the model was made for 1024 positions",
+        ),
+        (["bench", "builtin", "--context", "5000"], "--context 5000: the model was made for 1024 positions"),
+        (["doctor", "builtin", "--answer", "5000"], "--prompt 64 and --answer 5000: the model was made for"),
+        (["eval", "builtin", __file__, "--window", "5000"], "--window 5000: the model was made for"),
+    ],
+)
+def test_a_context_that_is_too_long_names_the_flags_that_were_given(
+    arguments: list[str], said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(arguments) == 2
+    assert said in capsys.readouterr().err
+
+
 def test_run_has_a_flag_for_every_option(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["run", "--help"]) == 0
     text = capsys.readouterr().out

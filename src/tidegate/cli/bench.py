@@ -9,7 +9,7 @@ from typing import Annotated, Any
 
 from tidegate.cli.arguments import Argument, Flag
 from tidegate.cli.files import check_output, read_utf8
-from tidegate.cli.options import flags
+from tidegate.cli.options import context_from, flags
 from tidegate.cli.progress import converting
 from tidegate.cli.report import forecast_line, plan_table
 from tidegate.config import EngineOptions
@@ -45,13 +45,13 @@ def command(
         raise UsageError("give --text or --tokens, not both")
     if trace is not None:
         check_output(trace, "--trace")
-    options.setdefault("context", align_up(prefill + decode + 1, 16))
-    with converting(model) as progress:
+    asked = f"--prefill {prefill} and --decode {decode}"
+    with context_from(asked, options, align_up(prefill + decode + 1, 16)), converting(model) as progress:
         loaded = load(model, progress=progress, **options)
     with loaded:
         ids = _tokens(tokens) if tokens else loaded.encode(read_utf8(text or _TEXT))
         if len(ids) < prefill + decode:
-            raise UsageError(f"the text has {len(ids)} tokens, fewer than --prefill {prefill} and --decode {decode}")
+            raise UsageError(f"the text has {len(ids)} tokens, fewer than {asked}")
         print(plan_table(loaded.plan, loaded.budget_explanation))
         forecast = forecast_loaded(loaded.runtime)
         if forecast:

@@ -7,7 +7,7 @@ import random
 from typing import Annotated, Any
 
 from tidegate.cli.arguments import Argument, Flag
-from tidegate.cli.options import flags
+from tidegate.cli.options import context_from, flags
 from tidegate.cli.progress import converting
 from tidegate.config import EngineOptions, SamplingOptions, parse_options
 from tidegate.engine.bench import make_card, measure
@@ -29,11 +29,12 @@ def command(
     **options: Any,
 ) -> int:
     """The tokens are random, so the hit rate is that of unfamiliar text. Exit code 1 if something is wrong with the memory."""
-    options.setdefault("context", prompt + answer + 1)
-    parsed = parse_options(EngineOptions, options)
-    with converting(model) as progress:
-        store = open_store(model, parsed, progress=progress)
-    with Model(build(store, parsed)) as loaded:
+    with context_from(f"--prompt {prompt} and --answer {answer}", options, prompt + answer + 1):
+        parsed = parse_options(EngineOptions, options)
+        with converting(model) as progress:
+            store = open_store(model, parsed, progress=progress)
+        runtime = build(store, parsed)
+    with Model(runtime) as loaded:
         run = _observe(loaded.runtime, prompt, answer)
     said = findings(run)
     if as_json:

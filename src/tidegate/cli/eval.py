@@ -10,7 +10,7 @@ from typing import Annotated, Any
 
 from tidegate.cli.arguments import Argument, Flag
 from tidegate.cli.files import read_utf8
-from tidegate.cli.options import flags
+from tidegate.cli.options import context_from, flags
 from tidegate.cli.progress import converting, counted
 from tidegate.config import EngineOptions
 from tidegate.engine import evaluate
@@ -39,10 +39,9 @@ def command(
     contents = {str(path): read_utf8(path) for path in texts}
     if len(contents) < len(texts):
         raise UsageError("a text is given twice")
-    options["context"] = align_up(window + 1, 16)
     recordings = []
     with ExitStack() as temporary:
-        with _load(model, options) as loaded:
+        with _load(model, window, options) as loaded:
             parts = {name: evaluate.shorten(loaded, text, max_tokens) for name, text in contents.items()}
             with counted("tokens scored") as progress:
                 advance = progress.of(sum(len(loaded.encode(part)) - 1 for part in parts.values()))
@@ -51,7 +50,7 @@ def command(
                 windows = _windows(loaded, parts, compare_tokens, window)
                 recordings.append(temporary.enter_context(_record(loaded, windows, "the model")))
         if reference is not None:
-            with _load(reference, options) as loaded:
+            with _load(reference, window, options) as loaded:
                 recordings.append(temporary.enter_context(_record(loaded, windows, "the reference")))
         agreement = evaluate.compare(*recordings) if recordings else None
     report = _report(scores, agreement)
@@ -59,8 +58,9 @@ def command(
     return 0
 
 
-def _load(path: str, options: dict[str, Any]) -> Model:
-    with converting(path) as progress:
+def _load(path: str, window: int, given: dict[str, Any]) -> Model:
+    options = dict(given)
+    with context_from(f"--window {window}", options, align_up(window + 1, 16)), converting(path) as progress:
         return load(path, progress=progress, **options)
 
 

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import contextmanager
 from functools import wraps
 from types import MappingProxyType
 from typing import Annotated, Any, Optional
 
 from tidegate.cli.arguments import Flag
 from tidegate.config import Option, option_table
+from tidegate.errors import UsageError
 
 _TYPES: dict[str, Any] = {"bytes": str, "int": int, "float": float, "flag": bool, "text": str, "texts": list[str]}
 
@@ -39,6 +41,21 @@ def flags(
         return command
 
     return decorate
+
+
+@contextmanager
+def context_from(flags: str, options: dict[str, Any], context_tokens: int) -> Iterator[None]:
+    """Fill in a --context that the user did not give. If the model has no such context, the error inside the ``with`` names
+    ``flags``, from which it follows."""
+    was_given = "context" in options
+    options.setdefault("context", context_tokens)
+    try:
+        yield
+    except UsageError as error:
+        name, colon, why = str(error).partition(":")
+        if was_given or name != f"--context {context_tokens}":
+            raise
+        raise UsageError(f"{flags}{colon}{why}") from None
 
 
 def _parameter(panel: str, row: Option, *more_flags: str) -> inspect.Parameter:
