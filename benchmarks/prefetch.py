@@ -24,9 +24,10 @@ from typing import Any
 
 import numpy as np
 
+from tidegate.checkpoint.manifest import PREDICTOR_FILE
 from tidegate.engine import bench
 from tidegate.engine.model import Model, load
-from tidegate.experts.gates_file import PREDICTOR_FILE, Gate, save_gates, start_gate
+from tidegate.experts.gates_file import Gate, save_gates, start_gate
 from tidegate.experts.lookahead import OWN_CURVES
 from tidegate.experts.trace import TraceReader
 from tidegate.models.guesses import own_gate, own_gates

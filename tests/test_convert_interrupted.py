@@ -24,6 +24,7 @@ from conversions import DEFAULT, check_store, small_blocks, tree
 from tidegate.checkpoint.convert import ConvertOptions, cached_store, convert
 from tidegate.checkpoint.convert import pack as pack_module
 from tidegate.checkpoint.convert import partial as partial_module
+from tidegate.checkpoint.manifest import PREDICTOR_FILE
 from tidegate.errors import CheckpointError, DiskFull, UsageError
 
 __all__ = ["small_blocks"]
@@ -265,6 +266,17 @@ def test_a_changed_source_replaces_its_own_store_and_no_other(tmp_path, cache, m
         fcntl.flock(busy, fcntl.LOCK_EX)
         cached_store(src)
     assert new.exists(), "another process was making it"
+
+
+def test_what_somebody_else_left_in_the_cache_stays(tmp_path, cache):
+    src = shutil.copytree(checkpoints.checkpoint("olmoe"), tmp_path / "src")
+    fitted = cached_store(src)
+    (fitted / PREDICTOR_FILE).write_bytes(b"fitted")
+    (cache / "folder.lock").mkdir()
+    (cache / "odd.lock").write_bytes(b"\xff\xfe")
+    os.utime(src / "model.safetensors", (1, 1))
+    assert cached_store(src) != fitted and (fitted / PREDICTOR_FILE).read_bytes() == b"fitted"
+    assert (cache / "odd.lock").exists()
 
 
 def test_two_processes_share_one_conversion(tmp_path, cache):

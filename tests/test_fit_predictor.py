@@ -12,10 +12,11 @@ import pytest
 from engines import fixed_process, load_model
 from stores import deepseek_config, qwen_config, write_store
 from tidegate import _core
+from tidegate.checkpoint.manifest import PREDICTOR_FILE
 from tidegate.checkpoint.store import ExpertStore
 from tidegate.cli import main
 from tidegate.errors import CorruptFile, UsageError
-from tidegate.experts.gates_file import PREDICTOR_FILE, find_gates, fingerprint
+from tidegate.experts.gates_file import find_gates, fingerprint
 from tidegate.experts.lookahead import OWN_CURVES
 from tidegate.experts.predictor_file import find_predictor
 

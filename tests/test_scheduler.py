@@ -98,9 +98,11 @@ def test_what_is_not_computed_again_is_in_the_pages(asked, running, chunk, rando
 def test_the_next_turn_computes_only_what_is_new() -> None:
     _, scheduler = _scheduler(pages=20, running=2, chunk=100)
 
-    def first_chunk(index: int, prompt: list[int], may_continue: bool = True) -> tuple[int, int]:
+    def first_chunk(
+        index: int, prompt: list[int], may_continue: bool = True, in_this_step: bool = True
+    ) -> tuple[int, int]:
         scheduler.add(Sequence(index, prompt, 2, SamplingOptions(), may_continue=may_continue))
-        (chunk,) = scheduler.schedule()
+        (chunk,) = scheduler.schedule(may_continue=in_this_step)
         scheduler.postprocess([chunk], [Sampled(7)])
         while not scheduler.is_idle:
             _step(scheduler)
@@ -112,6 +114,8 @@ def test_the_next_turn_computes_only_what_is_new() -> None:
     assert first_chunk(3, [1, 2, 9, 9]) == (2, 4)
     assert first_chunk(4, [1, 2, 9, 9], may_continue=False) == (0, 4)
     assert first_chunk(5, [5, 2, 9, 9]) == (0, 4)
+    assert first_chunk(6, [5, 2, 9, 9], in_this_step=False) == (0, 4), "somebody records every token"
+    assert first_chunk(7, [5, 2, 9, 9]) == (3, 4)
 
 
 def test_the_head_of_the_queue_is_never_overtaken() -> None:

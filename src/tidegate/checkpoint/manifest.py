@@ -23,6 +23,7 @@ from tidegate.quant.layout import ExpertLayout
 from tidegate.units import align_up
 
 MANIFEST, DENSE_FILE, EXPERTS_FILE = "manifest.json", "dense.bin", "experts.bin"
+PREDICTOR_FILE = "predictor.safetensors"  # that tidegate fit-predictor leaves there
 KIND, VERSION = "tidegate-store", 1
 ALIGNMENT, TENSOR_ALIGNMENT = 4096, 64
 

@@ -87,7 +87,7 @@ class Engine:
     def step(self) -> list[Sequence]:
         """Advance everybody who runs; returns the sequences that got a token or ended. Empty when nothing is to do or
         when only prompts were computed."""
-        chunks = self.scheduler.schedule()
+        chunks = self.scheduler.schedule(may_continue=self.trace is None)  # a trace has every token
         if not chunks:
             return []
         started_s = time.perf_counter()

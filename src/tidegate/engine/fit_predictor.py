@@ -9,10 +9,11 @@ from pathlib import Path
 from typing import Any
 
 from tidegate.checkpoint.convert import Progress
+from tidegate.checkpoint.manifest import PREDICTOR_FILE
 from tidegate.engine.model import Model
 from tidegate.engine.router_inputs import record_inputs
 from tidegate.errors import UsageError
-from tidegate.experts.gates_file import PREDICTOR_FILE, find_gates, save_gates
+from tidegate.experts.gates_file import find_gates, save_gates
 from tidegate.models.weights import moe_weights
 from tidegate.sim.fit_gates import Recall, fit_gates
 

@@ -209,9 +209,8 @@ class Model:
             )
         text = runtime.codec.stream(sampling.stop)
         return Sequence(
-            self._new_id(), ids, asked, sampling, eos_token_ids=runtime.eos_token_ids, text=text,
-            may_continue=runtime.engine.trace is None,  # a trace has every token
-        )  # fmt: skip
+            self._new_id(), ids, asked, sampling, eos_token_ids=runtime.eos_token_ids, text=text, may_continue=True
+        )
 
     def _scored(self, token_ids: list[int]) -> Sequence:
         """A sequence that is only scored, not queued yet. Raises UsageError as ``_sequence``."""

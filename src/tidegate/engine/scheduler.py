@@ -65,9 +65,10 @@ class Scheduler:
         assert self.kv.pages_for(sequence.most_tokens) <= self.kv.num_pages
         self.waiting.append(sequence)
 
-    def schedule(self) -> list[Chunk]:
-        """Admit what fits, then deal the step's tokens in order of arrival. Empty only when idle."""
-        self._admit()
+    def schedule(self, *, may_continue: bool = True) -> list[Chunk]:
+        """Admit what fits, then deal the step's tokens in order of arrival. Empty only when idle. ``may_continue``: whoever is
+        admitted now need not compute what the pages hold already."""
+        self._admit(may_continue)
         left, rows_left = self.prefill_chunk, self.max_logit_rows
         chunks = []
         for sequence in self.running:
@@ -81,10 +82,10 @@ class Scheduler:
                 chunks.append(Chunk(sequence, sequence.num_computed, sequence.num_computed + count))
         return chunks
 
-    def _admit(self) -> None:
+    def _admit(self, may_continue: bool) -> None:
         while self.waiting and len(self.running) < self.max_running:
             sequence = self.waiting[0]
-            beginning = sequence.tokens[:-1] if sequence.may_continue else ()
+            beginning = sequence.tokens[:-1] if may_continue and sequence.may_continue else ()
             found = self.kv.allocate(sequence.id, sequence.most_tokens, beginning)
             if found is None:
                 return

@@ -20,6 +20,7 @@ from numpy.typing import NDArray
 
 from tidegate.backends.operands import ByteArray, F32Array, Linear
 from tidegate.checkpoint.files import InputFile, whole_file
+from tidegate.checkpoint.manifest import PREDICTOR_FILE
 from tidegate.checkpoint.reading import read_into
 from tidegate.checkpoint.safetensors import METADATA, read_header, read_metadata
 from tidegate.checkpoint.store import ExpertStore
@@ -30,7 +31,6 @@ from tidegate.quant.formats import Format
 from tidegate.quant.native import pack
 from tidegate.units import align_up
 
-PREDICTOR_FILE = "predictor.safetensors"
 GATES_FORMAT = Format("int8", 32)
 _KIND, _VERSION, _ALIGNMENT = "tidegate-predictor", "2", 64
 _BIAS = ".bias"

@@ -13,6 +13,7 @@ from pathlib import Path
 from tidegate.checkpoint.convert.options import ConvertOptions, fingerprint
 from tidegate.checkpoint.convert.write import Progress, convert
 from tidegate.checkpoint.files import cache_folder
+from tidegate.checkpoint.manifest import PREDICTOR_FILE
 from tidegate.checkpoint.open import detect
 from tidegate.errors import CheckpointError
 
@@ -61,15 +62,19 @@ def cached_store(
 
 
 def _remove_earlier(store: Path, origin: str, say: Callable[[str], None]) -> None:
-    """What was made, or begun, of the same ``origin``, which the lock files name; not if another process is making it."""
+    """What was made, or begun, of the same ``origin``, which the lock files name; not what another process is making, what holds
+    a predictor that somebody has fitted, or what this user may not remove."""
     for file in store.parent.glob("*.lock"):
         old = file.with_suffix("")
-        with suppress(BlockingIOError, FileNotFoundError), file.open("r+", encoding="utf-8") as lock:
-            if old == store or lock.read() != origin:
+        if old == store or (old / PREDICTOR_FILE).exists():
+            continue
+        with suppress(OSError, UnicodeDecodeError), file.open(encoding="utf-8") as lock:
+            if lock.read() != origin:
                 continue
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             if old.exists():
                 say(f"removing {old}: its source has changed since, or Tidegate has")
             for folder in (old, old.with_name(f"{old.name}.partial")):
-                shutil.rmtree(folder, ignore_errors=True)
+                if folder.exists():
+                    shutil.rmtree(folder)
             file.unlink()
